@@ -1,0 +1,218 @@
+"""Fused CPU kernels beside their formulas: numba, imported at the first kernel call, on one small pool of our own.
+
+    @formula
+    def scale_rows(x, w):                                   # plain array code: the definition, and what a GPU array runs
+        return (x * w[:, None],)
+
+    @scale_rows.cpu(out=lambda x, w: (np.empty_like(x),))   # the fused form: thread t of T takes its share of the rows
+    def _(t, T, x, w, y):
+        for i in range(len(x) * t // T, len(x) * (t + 1) // T):
+            ...
+
+Calling ``scale_rows(x, w)`` takes the kernel where every float array is a float32 NumPy array, else the formula.
+
+Why not numba's own threads: its pool and the BLAS library's spin against each other for the same cores (a step of one
+second took 35). A worker here sleeps on a lock until it is called, and ``parallel=True`` compiles four times as long.
+Fast-math comes without ``nnan`` and ``ninf``: with them a diverged run shows a finite loss.
+``PEFT_CORE_KERNELS=off`` uses the formulas alone; ``PEFT_CORE_NUM_THREADS`` sets the number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .dtypes import is_float
+
+FAST_MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
+
+
+def available_cpus() -> int:
+    """How many CPUs this process may use: its affinity mask, cut by the control group's quota."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cpus = min(cpus, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return max(1, cpus)
+
+
+class _Pool:
+    """``size`` workers; the caller is worker 0, the others are daemon threads that sleep on a lock between calls."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._busy = threading.Lock()  # two Python threads may both call a kernel
+        self._go = [threading.Lock() for _ in range(size)]
+        self._done = [threading.Lock() for _ in range(size)]
+        for lock in self._go + self._done:
+            lock.acquire()
+        for t in range(1, size):
+            threading.Thread(target=self._work, args=(t,), daemon=True, name=f"peft_core-{t}").start()
+
+    def _work(self, t: int) -> None:
+        while True:
+            self._go[t].acquire()
+            kernel, args = self._job
+            if kernel is None:
+                return
+            try:
+                kernel(t, self.size, *args)
+            except BaseException as error:
+                self._error = error
+            self._done[t].release()
+
+    def run(self, kernel: Callable, args: tuple) -> None:
+        with self._busy:
+            self._job: tuple = (kernel, args)
+            self._error: BaseException | None = None
+            for t in range(1, self.size):
+                self._go[t].release()
+            try:
+                kernel(0, self.size, *args)
+            finally:
+                for t in range(1, self.size):
+                    self._done[t].acquire()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        with self._busy:
+            self._job = (None, ())
+            for t in range(1, self.size):
+                self._go[t].release()
+
+
+_pool: _Pool | None = None
+_pool_pid = 0
+
+
+def _get_pool() -> _Pool:
+    global _pool, _pool_pid
+    if _pool is None or _pool_pid != os.getpid():  # threads do not survive a fork
+        size = int(os.environ.get("PEFT_CORE_NUM_THREADS") or available_cpus())
+        _pool, _pool_pid = _Pool(max(1, size)), os.getpid()
+    return _pool
+
+
+def get_num_threads() -> int:
+    """The number of threads that a kernel runs on."""
+    return _get_pool().size
+
+
+def set_num_threads(n: int) -> None:
+    """Run kernels on ``n`` threads from now on.  Raises ValueError for n < 1."""
+    global _pool, _pool_pid
+    if n < 1:
+        raise ValueError(f"set_num_threads({n}); expected at least 1.")
+    if _pool is not None and _pool_pid == os.getpid():
+        _pool.close()
+    _pool, _pool_pid = _Pool(n), os.getpid()
+
+
+_enabled = os.environ.get("PEFT_CORE_KERNELS", "on").lower() not in {"off", "0", "no"}
+
+
+def kernels_enabled() -> bool:
+    """False where ``PEFT_CORE_KERNELS=off`` or ``use_kernels(False)`` asked for the formulas alone."""
+    return _enabled
+
+
+class use_kernels:
+    """Context manager that switches the fused kernels on or off, for tests and for comparisons."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+
+    def __enter__(self) -> None:
+        global _enabled
+        self._before, _enabled = _enabled, self.enabled
+
+    def __exit__(self, *exc: object) -> None:
+        global _enabled
+        _enabled = self._before
+
+
+class _Kernel:
+    """A numba function compiled at its first call with a new set of argument types."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function, self.broken = function, False
+        self._compiled: Callable | None = None
+        self._known: set[tuple] = set()
+
+    def run(self, args: tuple) -> bool:
+        """Run on the pool; False if it cannot be compiled here (said once, and the formula is used from then on)."""
+        # read-only arrays (mapped weights) are another type to numba
+        signature = tuple((a.dtype, a.ndim, a.flags.writeable) if isinstance(a, np.ndarray) else type(a) for a in args)
+        if signature not in self._known:
+            try:
+                import numba  # costs 0.3 s: nobody pays for it before the first kernel
+
+                if self._compiled is None:
+                    self._compiled = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST_MATH)(
+                        self.function
+                    )
+                self._compiled.compile(tuple(numba.typeof(a) for a in (0, 1, *args)))
+            except Exception as error:
+                self.broken = True
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                print(f"peft_core: kernel {self.function.__qualname__} cannot be compiled here, its plain formula is "
+                      f"used instead ({type(error).__name__}: {first})", file=sys.stderr)  # fmt: skip
+                return False
+            self._known.add(signature)
+        _get_pool().run(self._compiled, args)  # type: ignore[arg-type]
+        return True
+
+
+class Formula:
+    """A function of arrays with an optional fused CPU kernel.  See the module's docstring."""
+
+    def __init__(self, function: Callable) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.kernel: _Kernel | None = None
+        self._out: Callable[..., tuple] | None = None
+
+    def cpu(self, out: Callable[..., tuple] | None = None) -> Callable[[Callable], Formula]:
+        """Attach the kernel ``(t, T, *args, *out(*args))``; without ``out`` it works in place on its arguments."""
+
+        def attach(kernel: Callable) -> Formula:
+            self.kernel = _Kernel(kernel)
+            self._out = out
+            return self
+
+        return attach
+
+    def __call__(self, *args: Any) -> Any:
+        """The formula's value: what ``function(*args)`` returns, a tuple of arrays or (in place) None."""
+        if self.kernel is None or self.kernel.broken or not _enabled or not _takes_kernel(args):
+            return self.function(*args)
+        if self._out is None:  # in place: a copy of a strided argument would lose what is written
+            strided = any(isinstance(a, np.ndarray) and not a.flags.c_contiguous for a in args)
+            return None if not strided and self.kernel.run(args) else self.function(*args)
+        inputs = tuple(np.ascontiguousarray(a) if isinstance(a, np.ndarray) and a.ndim else a for a in args)
+        outs = self._out(*inputs)
+        return outs if self.kernel.run((*inputs, *outs)) else self.function(*args)
+
+
+def _takes_kernel(args: tuple) -> bool:
+    for a in args:
+        if hasattr(a, "dtype") and hasattr(a, "ndim"):
+            if not isinstance(a, np.ndarray | np.generic) or (is_float(a.dtype) and a.dtype != np.float32):
+                return False
+    return True
+
+
+def formula(function: Callable) -> Formula:
+    """Decorator: ``function`` is the plain array form of something that may get a fused kernel."""
+    return Formula(function)
