@@ -205,12 +205,12 @@ def backprop(root: Node, gy: Any, leaves: dict[int, Any] | None = None) -> None:
             acc.append(old if mine else None)
         gradients = node.vjp(gy, acc)
         node.vjp = None
-        sharers = Counter(_root(g) for e, g in zip(node.edges, gradients, strict=True) if e is not None and g is not None)
+        sharers = Counter(
+            _root(g) for e, g in zip(node.edges, gradients, strict=True) if e is not None and g is not None
+        )
         source = _root(gy)
         for e, g, into in zip(node.edges, gradients, acc, strict=True):
             if e is None or g is None or g is into:  # nothing wanted, nothing sent, or added in place already
                 continue
             memory = _root(g)
             arrived.add(e, g, sharers[memory] == 1 and (owned or memory != source) and g.flags.writeable)
-
-

@@ -68,7 +68,9 @@ class Tensor:
     def grad(self, value: Any) -> None:
         array = value.data if isinstance(value, Tensor) else value
         if array is not None and array.shape != self.shape:
-            raise ValueError(f"grad of shape {array.shape} was set on a Tensor of shape {self.shape}; expected the same.")
+            raise ValueError(
+                f"grad of shape {array.shape} was set on a Tensor of shape {self.shape}; expected the same."
+            )
         self._grad = array
 
     @property
