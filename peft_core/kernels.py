@@ -1,7 +1,7 @@
 """Fused CPU kernels beside their formulas: numba, imported at the first kernel call, on one small pool of our own.
 
     @formula
-    def scale_rows(x, w):                                   # plain array code: the definition, and what a GPU array runs
+    def scale_rows(x, w):                                   # the definition in plain array code; GPU arrays run it
         return (x * w[:, None],)
 
     @scale_rows.cpu(out=lambda x, w: (np.empty_like(x),))   # the fused form: thread t of T takes its share of the rows
@@ -206,11 +206,10 @@ class Formula:
 
 
 def _takes_kernel(args: tuple) -> bool:
-    for a in args:
-        if hasattr(a, "dtype") and hasattr(a, "ndim"):
-            if not isinstance(a, np.ndarray | np.generic) or (is_float(a.dtype) and a.dtype != np.float32):
-                return False
-    return True
+    arrays = [a for a in args if hasattr(a, "dtype") and hasattr(a, "ndim")]
+    return all(
+        isinstance(a, np.ndarray | np.generic) and (not is_float(a.dtype) or a.dtype == np.float32) for a in arrays
+    )
 
 
 def formula(function: Callable) -> Formula:

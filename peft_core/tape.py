@@ -13,7 +13,7 @@ Rules:
 2. An op that takes ``needs`` is told in the forward which inputs want a gradient (all False when nothing is recorded).
 3. Gradients that share work come from one joint vjp ``(gy, acc) -> tuple``. ``acc[i]`` is the gradient that has
    already arrived at input i, or None; the op may add into it and return it, so a residual stream costs no extra pass.
-4. The tape owns an array if nobody else can see it. Only owned arrays are added into; a leaf's gradient is always owned.
+4. The tape owns an array if nobody else can see it. Only owned arrays are added into; a leaf's gradient is always its.
 
 First order only: gradients are plain arrays. (One vjp per argument: Maclaurin, "Modeling, inference and optimization
 with composable differentiable procedures", 2016, chapter 4.)

@@ -1,0 +1,1 @@
+"""Differentiable functions of Tensors."""
