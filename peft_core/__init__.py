@@ -1,11 +1,12 @@
 """Tensors, gradients, kernels, modules, optimisers and a training loop over NumPy (CPU) and CuPy (NVIDIA GPU)."""
 
-from . import dtypes, ops, random
+from . import dtypes, nn, ops, optim, random
 from .amp import autocast, compute_dtype
 from .backend import Device, as_device
 from .dtypes import bfloat16, float16, float32, float64, int32, int64
 from .kernels import get_num_threads, set_num_threads
 from .random import Generator, manual_seed
+from .recompute import recompute
 from .tape import enable_grad, is_grad_enabled, no_grad, op, set_grad_enabled
 from .tensor import Tensor, tensor
 
@@ -13,6 +14,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Device", "Generator", "Tensor", "as_device", "autocast", "bfloat16", "compute_dtype", "dtypes", "enable_grad",
-    "float16", "float32", "float64", "get_num_threads", "int32", "int64", "is_grad_enabled", "manual_seed", "no_grad",
-    "op", "ops", "random", "set_grad_enabled", "set_num_threads", "tensor",
+    "float16", "float32", "float64", "get_num_threads", "int32", "int64", "is_grad_enabled", "manual_seed", "nn",
+    "no_grad", "op", "ops", "optim", "random", "recompute", "set_grad_enabled", "set_num_threads", "tensor",
 ]  # fmt: skip

@@ -1,0 +1,15 @@
+"""Modules: parameters in a tree of plain attributes, and the few layers a transformer is made of."""
+
+from . import functional, init
+from .container import Sequential
+from .dropout import Dropout
+from .embedding import Embedding
+from .linear import Linear
+from .module import Module, Parameter
+from .norm import LayerNorm, RMSNorm
+from .project import project
+
+__all__ = [
+    "Dropout", "Embedding", "LayerNorm", "Linear", "Module", "Parameter", "RMSNorm", "Sequential", "functional", "init",
+    "project",
+]  # fmt: skip

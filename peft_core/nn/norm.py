@@ -1,0 +1,60 @@
+"""RMSNorm and LayerNorm, over the last dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import ops
+from ..dtypes import as_dtype
+from ..tensor import Tensor
+from . import init
+from .module import Module, Parameter
+
+
+class RMSNorm(Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight.   x (..., D), weight (D,), starting at one.
+
+    (Zhang and Sennrich, "Root mean square layer normalization", arXiv:1910.07467, equation 4.)
+    """
+
+    weight: Parameter
+
+    def __init__(self, dim: int, eps: float = 1e-6, dtype: Any = "float32") -> None:
+        self.eps = eps
+        self.weight = Parameter(np.empty(dim, as_dtype(dtype)))  # (D,)
+        init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        return ops.rms_norm(x, self.weight, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class LayerNorm(Module):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.   x (..., D); weight starts at one, bias at zero.
+
+    (Ba et al., "Layer normalization", arXiv:1607.06450, equation 4.)
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+
+    def __init__(self, dim: int, eps: float = 1e-5, bias: bool = True, dtype: Any = "float32") -> None:
+        self.eps = eps
+        self.weight = Parameter(np.empty(dim, as_dtype(dtype)))  # (D,)
+        init.ones_(self.weight)
+        self.bias = None
+        if bias:
+            self.bias = Parameter(np.empty(dim, as_dtype(dtype)))  # (D,)
+            init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"

@@ -1,0 +1,9 @@
+"""Optimisers, gradient clipping and learning-rate schedules, with torch's and transformers' numbers."""
+
+from .adamw import AdamW
+from .clip import clip_grad_norm_
+from .optimizer import Optimizer
+from .schedule import schedule
+from .sgd import SGD
+
+__all__ = ["SGD", "AdamW", "Optimizer", "clip_grad_norm_", "schedule"]
