@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -108,11 +109,25 @@ def atomic_dir(path: str | os.PathLike, replace: bool = False) -> Iterator[Path]
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step, so that a reader always finds one of them; False where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # no such call: macOS, old C libraries, Windows
+        return False
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of <fcntl.h>
+    return rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
+
+
 def _move_into_place(temporary: Path, path: Path) -> None:
-    """Rename onto ``path``; what was there is set aside first and put back if the rename fails."""
+    """Rename onto ``path``.  What was there changes places with it, or, where the system cannot do that, is set aside
+    first and put back if the rename fails.
+    """
     if not path.is_dir():
         os.rename(temporary, path)
         return
+    if _exchange(temporary, path):
+        return  # the old directory now has the temporary name, and goes with it
     aside = _sibling(path, "old")
     os.rename(path, aside)
     try:

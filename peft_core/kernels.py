@@ -51,6 +51,8 @@ class _Pool:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._job: tuple = (None, ())
+        self._error: BaseException | None = None
         self._busy = threading.Lock()  # two Python threads may both call a kernel
         self._go = [threading.Lock() for _ in range(size)]
         self._done = [threading.Lock() for _ in range(size)]
@@ -73,8 +75,7 @@ class _Pool:
 
     def run(self, kernel: Callable, args: tuple) -> None:
         with self._busy:
-            self._job: tuple = (kernel, args)
-            self._error: BaseException | None = None
+            self._job, self._error = (kernel, args), None
             for t in range(1, self.size):
                 self._go[t].release()
             try:
@@ -147,7 +148,7 @@ class _Kernel:
 
     def __init__(self, function: Callable) -> None:
         self.function, self.broken = function, False
-        self._compiled: Callable | None = None
+        self._compiled: Any = None  # numba's dispatcher
         self._known: set[tuple] = set()
 
     def run(self, args: tuple) -> bool:
@@ -170,7 +171,7 @@ class _Kernel:
                       f"used instead ({type(error).__name__}: {first})", file=sys.stderr)  # fmt: skip
                 return False
             self._known.add(signature)
-        _get_pool().run(self._compiled, args)  # type: ignore[arg-type]
+        _get_pool().run(self._compiled, args)
         return True
 
 

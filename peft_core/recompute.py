@@ -26,8 +26,8 @@ def recompute(block: Callable[..., Any], *inputs: Any, parameters: Iterable[Tens
 
     The rerun sees what the forward saw: the default generator's state, the compute dtype of autocast, which parameters
     were trainable, and of every module the attributes its class names in ``forward_state``; all are put back after.
-    Retains the inputs. Gradients equal those without recompute, and sums form in the same order: each gradient that
-    has already arrived, in ``.grad`` or on its way, is added to in place.
+    Retains the inputs. Gradients are those without recompute, bit for bit where each input is read once (a gradient
+    that has already arrived is added to in place); else the order of a sum, and so its rounding, may differ.
 
     Raises GraphError if the block returns something else than one Tensor, or in backward if it depends on a Tensor that
     requires grad and is neither an input nor one of the parameters.

@@ -149,6 +149,11 @@ def _root(array: Any) -> int:
     return id(array)
 
 
+def _writable(array: Any) -> bool:
+    """False for a broadcast view, which must not be added into (CuPy's flags do not say)."""
+    return getattr(array.flags, "writeable", True) and 0 not in array.strides
+
+
 class _Arrived:
     """Gradients on their way: node -> (array, owned by the tape), and the leaves' own, in ``leaves`` or on the leaf."""
 
@@ -213,4 +218,4 @@ def backprop(root: Node, gy: Any, leaves: dict[int, Any] | None = None) -> None:
             if e is None or g is None or g is into:  # nothing wanted, nothing sent, or added in place already
                 continue
             memory = _root(g)
-            arrived.add(e, g, sharers[memory] == 1 and (owned or memory != source) and g.flags.writeable)
+            arrived.add(e, g, sharers[memory] == 1 and (owned or memory != source) and _writable(g))

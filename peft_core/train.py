@@ -80,8 +80,8 @@ def fit(
     ``schedule(i)`` scales each group's "initial_lr".  ``state`` continues a run and is updated in place.
     ``should_stop()`` is asked before each micro-batch; the state then returned continues in mid-step, with the
     gradients so far in ``.grad``.  A batch may have ``n_tokens`` (else its labelled tokens count).
-    Raises DataError for a step without labelled tokens and DivergedError for a NaN or infinity, before a parameter is touched;
-    ConfigError where optimizer or state do not belong to the model.
+    Raises DataError for a step without labelled tokens and DivergedError for a NaN or infinity, before a parameter
+    is touched; ConfigError where optimizer or state do not belong to the model.
     """
     state = TrainState() if state is None else state
     _check_start(model, optimizer, state)

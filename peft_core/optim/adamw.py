@@ -21,14 +21,15 @@ def _adamw(
     eps: float,
 ) -> None:  # fmt: skip
     """In place: p = keep p; m += rate1 (g - m); v = beta2 v + rate2 g^2; p -= size m / (sqrt(v) / root + eps)."""
-    p *= keep
-    m += rate1 * (g - m)
-    v *= beta2
-    v += rate2 * (g * g)
-    down = xp_of(v).sqrt(v)
-    down /= root
-    down += eps
-    p -= size * (m / down)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and inf come out as from the kernel, without a warning
+        p *= keep
+        m += rate1 * (g - m)
+        v *= beta2
+        v += rate2 * (g * g)
+        down = xp_of(v).sqrt(v)
+        down /= root
+        down += eps
+        p -= size * (m / down)
 
 
 @_adamw.cpu()

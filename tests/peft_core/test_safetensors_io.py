@@ -6,6 +6,7 @@ import re
 import stat
 import subprocess
 import sys
+import time
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from peft_core import safetensors_io
+from peft_core import files, safetensors_io
 from peft_core.dtypes import SAFETENSORS_CODES
 from peft_core.errors import FileError
 from peft_core.safetensors_io import SafeFile, atomic_dir, atomic_write, load_file, save_file
@@ -351,6 +352,7 @@ def test_atomic_dir_puts_the_old_one_back(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
         rename(source, target)
 
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
     monkeypatch.setattr(os, "rename", second_fails)
     with (
         pytest.raises(FileError, match=r"d could not be written \(Input/output error\)"),
@@ -358,6 +360,30 @@ def test_atomic_dir_puts_the_old_one_back(tmp_path, monkeypatch):
     ):
         (folder / "f").write_text("2")
     assert names(tmp_path) == ["d"] and (tmp_path / "d" / "f").read_text() == "1"
+
+
+def test_atomic_dir_without_an_exchange(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    for text in ("1", "2"):
+        with atomic_dir(tmp_path / "d", replace=True) as folder:
+            (folder / "f").write_text(text)
+    assert names(tmp_path) == ["d"] and (tmp_path / "d" / "f").read_text() == "2"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux swaps two names in one step")
+def test_atomic_dir_survives_a_kill_at_any_moment(tmp_path):
+    code = ("import sys, itertools; from peft_core.files import atomic_dir\n"
+            "for i in itertools.count():\n"
+            "    with atomic_dir(sys.argv[1], replace=True) as d:\n"
+            "        for name in 'abc': (d / name).write_text(str(i))\n"
+            "    print(i, flush=True)")  # fmt: skip
+    for delay in (0.0, 0.003, 0.007):
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "d")], stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b"0\n"
+        time.sleep(delay)
+        process.kill()
+        process.communicate()
+        assert len({(tmp_path / "d" / name).read_text() for name in "abc"}) == 1
 
 
 def test_atomic_dir_where_nothing_may_be_written(tmp_path):
