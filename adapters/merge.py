@@ -1,0 +1,127 @@
+"""Merge adapters into their base weights, in memory: W + sum of scaling * B A, float32, rounded once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from adapters import inject
+from adapters.lora import LoraLinear, add_delta, plain_linear
+from peft_core.backend import Array, xp_of
+from peft_core.dtypes import dtype_name
+from peft_core.errors import AdapterError, ConfigError, expect
+from peft_core.nn import Linear, Module
+
+_PIECE = 1 << 22  # elements
+MOSTLY_LOST = 0.5  # above this share of the delta lost, a person should hear of it
+
+
+@dataclass
+class MergeReport:
+    """What a merge did: tensors looked at and changed, and how much of the delta rounding lost (0 none, 1 all)."""
+
+    n_targets: int = 0
+    changed: list[str] = field(default_factory=list, repr=False)
+    unchanged: list[str] = field(default_factory=list, repr=False)
+    lost: float = 0.0
+    _delta_sq: float = field(default=0.0, repr=False)
+    _error_sq: float = field(default=0.0, repr=False)
+
+    @property
+    def n_changed(self) -> int:
+        """The number of tensors that differ from the base's."""
+        return len(self.changed)
+
+    def add(self, path: str, old: Array, new: Array, delta: Array) -> None:
+        """Take one merged weight into account.  Raises AdapterError if it holds NaN or infinity."""
+        xp, changed = xp_of(new), False
+        step = max(1, _PIECE // max(1, new.shape[1]))
+        for i in range(0, new.shape[0], step):  # in pieces: float64 copies of a whole weight would be large
+            part = delta[i : i + step].astype(np.float64)
+            applied = new[i : i + step].astype(np.float64) - old[i : i + step].astype(np.float64)
+            if not bool(xp.isfinite(applied).all()):
+                peak = float(xp.abs(part).max())
+                raise AdapterError(
+                    f"merging {path} gives NaN or infinity (largest delta {peak:.3g}, dtype {dtype_name(new.dtype)}); "
+                    "expected finite weights; nothing was changed. "
+                    "Merge into bfloat16 or float32, or look at the adapter."
+                )
+            changed = changed or bool((applied != 0).any())
+            self._delta_sq += float(xp.square(part).sum())
+            self._error_sq += float(xp.square(applied - part).sum())
+        self.n_targets += 1
+        (self.changed if changed else self.unchanged).append(path)
+        self.lost = (self._error_sq / self._delta_sq) ** 0.5 if self._delta_sq else 0.0
+
+    def finish(self) -> MergeReport:
+        """Raise AdapterError if a delta that is not zero changed no tensor; warn if rounding lost most of it."""
+        expect(self.changed or not self._delta_sq, AdapterError,
+               f"merging changed none of the {self.n_targets} tensors, although the adapter is not zero",
+               expected="weights that differ from the base's",
+               fix="Its update is smaller than the dtype can hold: merge into float32.")  # fmt: skip
+        if self.lost > MOSTLY_LOST:
+            warnings.warn(
+                f"rounding to the weights' dtype lost {self.lost:.0%} of the adapter's update; "
+                "merge into float32 to keep it",
+                stacklevel=3,
+            )
+        return self
+
+
+def merge(model: Module, adapter_names: Sequence[str] | None = None) -> MergeReport:
+    """Replace the LoraLinears of ``model`` by plain Linears with W + delta; arrays that others hold stay as they are.
+
+    Without ``adapter_names`` the active adapters are merged, and every adapter must be active. With it, exactly those
+    are merged; a layer with another active adapter keeps that one around its merged base, inactive ones are dropped.
+    A model without adapters is left alone. Raises AdapterError, with nothing changed, if a merged weight is not
+    finite, if nothing changes although B is not zero, or if an adapter would be dropped unasked.
+    """
+    layers = inject.lora_layers(model)
+    if not layers:
+        return MergeReport()
+    chosen = _chosen(model, adapter_names)
+    report, new_layers = MergeReport(), {}
+    for path, layer in layers.items():
+        names = [name for name in chosen if name in layer.adapters]
+        new_layers[path] = _merged_layer(layer, names, path, report)
+    report.finish()
+    for path, new in new_layers.items():
+        model.set_submodule(path, new)
+    return report
+
+
+def _chosen(model: Module, names: Sequence[str] | None) -> list[str]:
+    known, active = inject.adapter_names(model), inject.active_adapters(model)
+    if names is None:
+        idle = [name for name in known if name not in active]
+        expect(not idle, AdapterError, f"adapters {idle} are not active and would be lost by merging",
+               expected="all adapters active, or a choice", fix=f"Pass adapter_names, some of {known}.")  # fmt: skip
+        return active
+    unknown = [name for name in names if name not in known]
+    expect(names and not unknown, ConfigError, f"adapter_names is {list(names)}", expected=f"names among {known}")
+    return list(dict.fromkeys(names))
+
+
+def _merged_layer(layer: LoraLinear, names: list[str], path: str, report: MergeReport) -> Linear | LoraLinear:
+    base = layer.base_layer
+    if names:
+        delta = layer.delta(names)
+        weight = add_delta(base.weight.data, delta)
+        report.add(path, base.weight.data, weight, delta)
+        base = plain_linear(weight, base)
+    left = {name: low_rank for name, low_rank in layer.adapters.items() if name not in names}
+    still_active = [name for name in layer.active if name in left]
+    if not still_active:
+        return base
+    rest = LoraLinear(base, left, still_active)
+    rest.training = layer.training
+    return rest
+
+
+def unload(model: Module) -> None:
+    """Replace every LoraLinear by its base layer: the model as it was before any adapter."""
+    for path, layer in inject.lora_layers(model).items():
+        model.set_submodule(path, layer.base_layer)

@@ -1,0 +1,160 @@
+"""The names that PEFT users know, thin faces over inject, io and merge."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from adapters import inject as _inject
+from adapters import io as _io
+from adapters.config import LoraConfig
+from adapters.inject import active_adapters, adapter_names, count_parameters, lora_layers, set_active
+from adapters.merge import MergeReport, merge, unload
+from peft_core.errors import ConfigError, expect
+from peft_core.nn import Module
+from peft_core.random import Generator
+
+
+def get_peft_model(
+    model: Module, config: LoraConfig, adapter_name: str = "default", generator: Generator | None = None
+) -> PeftModel:
+    """Inject a new, trainable adapter into ``model`` and wrap it; see ``adapters.inject`` for what is raised."""
+    face = PeftModel(model)
+    face.add_adapter(adapter_name, config, generator)
+    return face
+
+
+class PeftModel(Module):
+    """A model with adapters; what this class does not define is the base model's.
+
+    ``peft_config`` is adapter name -> LoraConfig, ``merge_report`` what merge_and_unload did. Which adapters are active
+    (``set_adapter``) and which are trainable (``requires_grad``) are separate.
+    """
+
+    def __init__(self, base_model: Module) -> None:
+        self.base_model = base_model
+        self.peft_config: dict[str, LoraConfig] = {}
+        self.training = base_model.training
+        self.merge_report: MergeReport | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, model: Module, directory: str | Path, adapter_name: str = "default", is_trainable: bool = False
+    ) -> PeftModel:
+        """``model`` with the adapter in ``directory``, active, frozen unless ``is_trainable``.  Raises AdapterError."""
+        face = cls(model)
+        face.load_adapter(directory, adapter_name, is_trainable=is_trainable, active=True)
+        return face
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The base model's output, with the active adapters."""
+        return self.base_model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "base_model":  # not there yet, while copying or unpickling
+            raise AttributeError(name)
+        return getattr(self.base_model, name)
+
+    def get_base_model(self) -> Module:
+        """The wrapped model, adapters inside."""
+        return self.base_model
+
+    # ------------------------------------------------------------------ several adapters
+
+    @property
+    def active_adapters(self) -> list[str]:
+        """Names of the adapters that are applied."""
+        return active_adapters(self.base_model)
+
+    @property
+    def active_adapter(self) -> str:
+        """The first of them."""
+        names = self.active_adapters
+        expect(names, ConfigError, "no adapter is active", expected=f"one of {adapter_names(self.base_model)}",
+               fix="Call set_adapter(name).")  # fmt: skip
+        return names[0]
+
+    def add_adapter(self, adapter_name: str, config: LoraConfig, generator: Generator | None = None) -> None:
+        """Inject another adapter, trainable; it is active only if it is the first (call ``set_adapter``)."""
+        before = self.active_adapters
+        report = _inject.inject(self.base_model, config, adapter_name, generator)
+        if before:
+            set_active(self.base_model, before)
+        name = config.base_model_name_or_path or _name_of(self.base_model)
+        self.peft_config[adapter_name] = dataclasses.replace(report.config, base_model_name_or_path=name)
+
+    def load_adapter(
+        self, directory: str | Path, adapter_name: str, is_trainable: bool = False, active: bool | None = None
+    ) -> None:
+        """Add the adapter in ``directory``; by default it is active only if it is the first."""
+        active = not self.active_adapters if active is None else active
+        report = _io.load_adapter(self.base_model, directory, adapter_name, trainable=is_trainable, active=active)
+        self.peft_config[adapter_name] = dataclasses.replace(report.config, inference_mode=not is_trainable)
+
+    def set_adapter(self, adapter_name: str | Sequence[str]) -> None:
+        """Apply exactly this adapter, or these; what is trainable does not change."""
+        set_active(self.base_model, [adapter_name] if isinstance(adapter_name, str) else list(adapter_name))
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Remove an adapter; layers without any become plain again.  Raises ConfigError for an unknown name."""
+        known = adapter_names(self.base_model)
+        expect(adapter_name in known, ConfigError, f"adapter {adapter_name!r} is not in the model",
+               expected=f"one of {known}")  # fmt: skip
+        for path, layer in lora_layers(self.base_model).items():
+            layer.active = tuple(name for name in layer.active if name != adapter_name)
+            layer.adapters.pop(adapter_name, None)
+            if not layer.adapters:
+                self.base_model.set_submodule(path, layer.base_layer)
+        self.peft_config.pop(adapter_name, None)
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Inside, the model is its base; afterwards the same adapters are active again."""
+        before = {layer: layer.active for layer in lora_layers(self.base_model).values()}
+        for layer in before:
+            layer.active = ()
+        try:
+            yield
+        finally:
+            for layer, active in before.items():
+                layer.active = active
+
+    # ------------------------------------------------------------------ out of it
+
+    def save_pretrained(self, directory: str | Path, selected_adapters: Sequence[str] | None = None) -> None:
+        """Write the adapters in PEFT's format: "default" into ``directory``, others into a folder of their name."""
+        for name in adapter_names(self.base_model) if selected_adapters is None else selected_adapters:
+            expect(name in self.peft_config, ConfigError, f"adapter {name!r} is not in the model",
+                   expected=f"names among {list(self.peft_config)}")  # fmt: skip
+            path = Path(directory) if name == "default" else Path(directory) / name
+            _io.save_adapter(self.base_model, path, self.peft_config[name], name)
+
+    def merge_and_unload(self, adapter_names: Sequence[str] | None = None) -> Module:
+        """Merge the active adapters (or ``adapter_names``) and return the base model; see ``adapters.merge``."""
+        self.merge_report = merge(self.base_model, adapter_names)
+        return self.base_model
+
+    def unload(self) -> Module:
+        """Remove all adapters without merging and return the base model."""
+        unload(self.base_model)
+        return self.base_model
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """(trainable, all) numbers, a shared parameter counted once."""
+        return count_parameters(self.base_model)
+
+    def print_trainable_parameters(self) -> None:
+        """Print both counts and their ratio on one line."""
+        trainable, total = self.get_nb_trainable_parameters()
+        share = 100 * trainable / total
+        print(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {share:.4f}")
+
+
+def _name_of(model: Module) -> str | None:
+    """Where the base came from, if it says so."""
+    owners = (model, getattr(model, "config", None), getattr(model, "source", None))
+    names = (getattr(owner, key, None) for owner in owners for key in ("name_or_path", "_name_or_path", "directory"))
+    return next((str(name) for name in names if name and isinstance(name, (str, Path))), None)

@@ -1,0 +1,160 @@
+"""The report before the first step: what will be trained on what, and whether it fits into memory."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft_core.dtypes import dtype_name
+from peft_core.safetensors_io import SafeFile
+from run.config import RunConfig
+from run.progress import count, size
+from run.rows import Plan, Rows
+
+HEAD_CHUNK = 512  # rows whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The base's weights, as their files' headers describe them: no tensor is read."""
+
+    n_parameters: int
+    n_bytes: int
+    dtypes: list[str]
+
+    @classmethod
+    def of(cls, files: list[Path]) -> Weights:
+        """Add up the headers of ``files``."""
+        parameters, n_bytes, names = 0, 0, []
+        for file in map(SafeFile, files):
+            for key in file.keys():
+                elements = 1
+                for n in file.shape(key):
+                    elements *= n
+                parameters += elements
+                n_bytes += elements * file.dtype(key).itemsize
+                names.append(dtype_name(file.dtype(key)))
+        return cls(parameters, n_bytes, sorted(set(names)))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate of the peak, in bytes."""
+
+    weights: float
+    adapter: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All parts and what Python and its libraries take."""
+        return self.weights + self.adapter + self.activations + self.logits + 150e6
+
+    def line(self, available: int | None) -> str:
+        """The line of the report."""
+        verdict = "" if available is None else " -- fits" if self.total < available else (
+            f" -- DOES NOT FIT into the {size(available)} that are free; lower train.batch_size or data.max_seq_length")  # fmt: skip
+        return (f"estimate {size(self.total)} (weights {size(self.weights)}, adapter+Adam {size(self.adapter)}, activations "
+                f"{size(self.activations)}, logits {size(self.logits)}){verdict}")  # fmt: skip
+
+
+def estimate_memory(
+    model_config: Any, weights: Weights, trainable: int, tokens: int, recompute: bool, item: int
+) -> Memory:
+    """Peak memory of a step of ``tokens`` tokens in the largest micro-batch; ``item`` bytes per activation.
+
+    A layer keeps about 8 D + 4 F numbers a token: the inputs of the adapters, q, k, v, the attention's output, both norms,
+    gate, up and their product. With recomputation a layer keeps D, and one layer at a time all of it.
+    """
+    d, f = model_config.hidden_size, model_config.intermediate_size
+    layers, vocabulary = model_config.num_hidden_layers, model_config.vocab_size
+    layer = tokens * (8 * d + 4 * f) * item
+    activations = layers * tokens * d * item + layer if recompute else layers * layer
+    return Memory(weights.n_bytes, 16 * trainable, activations, 2 * 4 * min(tokens, HEAD_CHUNK) * vocabulary)
+
+
+def available_memory() -> int | None:
+    """Bytes this process may still take: the machine's or the control group's, whichever is less; None if unknown."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            found.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")))
+    except (OSError, ValueError):
+        pass
+    return min(found) if found else None
+
+
+@dataclass
+class Report:
+    """The lines, and the same facts for preflight.json."""
+
+    lines: list[str]
+    facts: dict[str, Any]
+
+    def add(self, word: str, *lines: str) -> None:
+        """One part: its word in front of the first line, the others below it."""
+        self.lines += [f"{word if not i else '':<8} {line}" for i, line in enumerate(lines)]
+
+    def json(self) -> str:
+        """The text of preflight.json."""
+        return json.dumps(self.facts, indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def start_report(
+    config: RunConfig, model_config: Any, weights: Weights, rows: Rows, plan: Plan, started: str
+) -> Report:
+    """What can be said before any weight is loaded."""
+    report = Report([], {"started": started})
+    name = (model_config.architectures or [model_config.model_type])[0]
+    tied = "tied embeddings, " if model_config.tie_word_embeddings else ""
+    stored = config.model.dtype if config.model.dtype != "auto" else "/".join(weights.dtypes)
+    report.add("model", f"{name}, {model_config.num_hidden_layers} layers, {count(weights.n_parameters)} params, {tied}"
+                        f"{stored} frozen base, float32 adapter")  # fmt: skip
+    lora = config.lora
+    scale = lora.lora_alpha / (lora.r**0.5 if lora.use_rslora else lora.r)
+    names = lora.target_modules if isinstance(lora.target_modules, str) else " ".join(lora.target_modules)
+    report.add("lora", f"r={lora.r} alpha={lora.lora_alpha:g} (scale {scale:.2f}) on {names}")
+    data = rows.train.report
+    first, *others = data.lines()
+    report.add("data", f"{first}: {rows.split}", *others)
+    report.add("plan", plan.line(config.train))
+    report.add("example", data.example_where + ", trained text between >> and <<", *_shortened(data.example))
+    report.facts |= {
+        "model": {"name": name, "parameters": weights.n_parameters, "bytes": weights.n_bytes, "dtypes": weights.dtypes},
+        "data": {**{key: value for key, value in vars(data).items()}, "train": len(rows.train), "val": len(rows.val or [])},
+        "plan": {"steps": len(plan.steps), "epochs": plan.epochs, "warmup": plan.warmup,
+                 "tokens_per_step": plan.tokens_per_step, "longest_micro_batch": plan.longest_micro},
+    }  # fmt: skip
+    return report
+
+
+def add_adapter_facts(report: Report, config: RunConfig, injected: Any, n_layers: int) -> None:
+    """Replace the lora line by one with the layers that were found."""
+    kinds = {path.rsplit(".", 1)[-1] for path in injected.paths}
+    share = 100 * injected.trainable / max(1, injected.total)
+    where = next(i for i, line in enumerate(report.lines) if line.startswith("lora "))
+    head = report.lines[where].split(" on ")[0]
+    report.lines[where] = (f"{head} on {len(kinds)} kinds of module, {len(injected.paths)} in {n_layers} layers -> "
+                           f"{count(injected.trainable)} trainable ({share:.1f} %)")  # fmt: skip
+    report.facts["lora"] = {"trainable": injected.trainable, "total": injected.total, "modules": injected.paths}
+
+
+def add_memory(report: Report, memory: Memory) -> None:
+    """The estimate, before the example."""
+    available = available_memory()
+    where = next(i for i, line in enumerate(report.lines) if line.startswith("example "))
+    report.lines.insert(where, f"{'memory':<8} {memory.line(available)}")
+    report.facts["memory"] = {**vars(memory), "total": memory.total, "available": available}
+
+
+def _shortened(text: str, limit: int = 320) -> list[str]:
+    shown = text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
+    return [f"  {line}" for part in shown.splitlines() or [""] for line in textwrap.wrap(part, 110) or [""]]

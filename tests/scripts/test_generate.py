@@ -1,0 +1,127 @@
+"""generate.py: prompts, comparison, conversation, streaming."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run.base import load_tokenizer
+from run.stream import Stream
+
+PROMPT = "count on from 20 to 24 please"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A quick start's base and adapter, trained long enough to answer differently from the base."""
+    folder = tmp_path_factory.mktemp("trained")
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        import finetune
+
+        assert finetune.main(["train.max_steps=40", "eval.sample_prompts=[]"]) == 0
+    finally:
+        os.chdir(before)
+    return folder / "runs" / "quickstart-1"
+
+
+def ask(lab, trained, *argv):
+    return lab.run("generate", trained / "base", "--max-new-tokens", "8", *argv)
+
+
+def test_an_answer_and_its_repetition(lab, trained):
+    first = ask(lab, trained, "--adapter", trained / "adapter", "--prompt", PROMPT)
+    assert first.code == 0, first.err
+    assert (
+        first.out.strip() and first.out == ask(lab, trained, "--adapter", trained / "adapter", "--prompt", PROMPT).out
+    )
+
+
+def test_compare_prints_base_beside_tuned(lab, trained):
+    both = ask(lab, trained, "--adapter", trained / "adapter", "--compare", "--prompt", PROMPT).out.splitlines()
+    plain = ask(lab, trained, "--prompt", PROMPT).out.strip()
+    tuned = ask(lab, trained, "--adapter", trained / "adapter", "--prompt", PROMPT).out.strip()
+    assert plain != tuned, "the case shows nothing"
+    assert [line.split(None, 1)[0] for line in both] == ["base:", "tuned:"]
+    assert both[0].split(":", 1)[1].strip() == plain and both[1].split(":", 1)[1].strip() == tuned
+
+
+def test_raw_skips_the_template(lab, trained):
+    prompt = ("--adapter", trained / "adapter", "--prompt", PROMPT)
+    assert ask(lab, trained, *prompt, "--raw").out != ask(lab, trained, *prompt).out
+
+
+def test_sampling_follows_the_seed(lab, trained):
+    def sampled(seed):
+        return ask(
+            lab, trained, "--prompt", PROMPT, "--temperature", "2", "--seed", seed, "--top-k", "50", "--top-p", "0.99"
+        ).out
+
+    assert sampled(1) == sampled(1) and len({sampled(s) for s in range(4)}) > 1
+
+
+def test_several_prompts_are_named(lab, trained):
+    out = ask(lab, trained, "--prompt", PROMPT, "--prompt", "count back from 9 to 5 please").out
+    assert out.startswith(f"> {PROMPT}\n") and "\n> count back from 9 to 5 please\n" in out
+
+
+def test_conversation(lab, trained, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n/reset\n\n{PROMPT}\n/quit\nnever\n"))
+    done = ask(lab, trained, "--adapter", trained / "adapter")
+    assert done.code == 0, done.err
+    answers = [line.removeprefix("> ") for line in done.out.splitlines() if line.strip("> ")]
+    single = ask(lab, trained, "--adapter", trained / "adapter", "--prompt", PROMPT).out.strip()
+    assert answers[0].strip() == single and answers[1].strip("> ") == single and len(answers) == 2
+
+
+def test_a_conversation_remembers_its_turns(lab, trained, monkeypatch):
+    import generate
+
+    seen = []
+    monkeypatch.setattr(generate.Speaker, "say", lambda self, ids, tuned=True: seen.append(len(ids)) or "7 8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n{PROMPT}\n"))
+    assert ask(lab, trained).code == 0
+    assert seen[1] > 2 * seen[0]
+
+
+def test_errors(lab, trained):
+    done = ask(lab, trained, "--compare", "--prompt", PROMPT)
+    assert done.code == 2 and "--compare needs an adapter to compare with the base; expected --adapter DIR." in done.err
+    done = ask(lab, trained, "--adapter", lab.folder, "--prompt", PROMPT)
+    assert done.code == 4 and "adapter_config.json does not exist" in done.err
+    done = lab.run("generate", lab.folder / "none", "--prompt", PROMPT)
+    assert done.code == 4 and "does not exist" in done.err
+    for wrong in (("--temperature", "-1"), ("--max-new-tokens", "0")):
+        with pytest.raises(SystemExit) as stopped:
+            lab.run("generate", trained / "base", *wrong)
+        assert stopped.value.code == 2
+
+
+def test_as_a_program(trained):
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, str(root / "scripts" / "generate.py"), str(trained / "base"), "--prompt", PROMPT]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_a_stream_waits_for_whole_characters():
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    out = io.StringIO()
+    stream = Stream(Bytes(), out)
+    states = []
+    for byte in "aé€".encode():
+        stream.take(0, byte)
+        states.append(out.getvalue())
+    assert states == ["a", "a", "aé", "aé", "aé", "aé€"]
+    assert stream.end() == "aé€" and out.getvalue() == "aé€\n"
+
+
+def test_the_tokenizer_of_the_adapter_counts(trained):
+    assert load_tokenizer(trained / "adapter").chat_template == load_tokenizer(trained / "base").chat_template

@@ -1,0 +1,103 @@
+"""The report and the plan: numbers that a person relies on."""
+
+from datetime import datetime
+from types import SimpleNamespace
+
+import pytest
+from run import preflight
+from run.base import compute_dtype, load_tokenizer, lora_config, prompt_ids, stop_ids
+from run.config import DataSection, LoraSection, ModelSection, TrainSection
+from run.rows import load_rows, make_plan, warmup_steps
+
+from peft_core.backend import as_device
+from peft_core.errors import ConfigError
+
+
+@pytest.fixture
+def rows(lab):
+    tokenizer = load_tokenizer(lab.base)
+    data = DataSection(path=str(lab.data))
+    return load_rows(data, tokenizer, seed=0, stop_ids=stop_ids(lab.base, tokenizer), now=datetime(2026, 1, 1)).train
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"batch_size": 4, "num_train_epochs": 3.0}, 18), ({"batch_size": 5, "num_train_epochs": 1.0}, 5),
+        ({"batch_size": 4, "num_train_epochs": 0.5}, 3), ({"batch_size": 4, "num_train_epochs": 2.5}, 15),
+        ({"batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2.0}, 8), ({"max_steps": 100}, 100),
+    ],
+)  # fmt: skip
+def test_number_of_steps(rows, settings, steps):
+    plan = make_plan(rows, TrainSection(**settings), shuffle=True)
+    assert len(plan.steps) == steps
+    assert abs(plan.epochs - steps / plan.steps_per_epoch) < 1e-9
+
+
+def test_plan_line(rows):
+    train = TrainSection(batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2.0)
+    text = make_plan(rows, train, shuffle=True).line(train)
+    assert (
+        text.startswith("2 epochs = 6 steps; batch 4 x accum 2 = 8 rows (~") and "warmup 1; cosine from 0.0002" in text
+    )
+    train = TrainSection(max_tokens_per_step=64)
+    assert "at most 64 tokens" in make_plan(rows, train, shuffle=True).line(train)
+
+
+def test_warmup():
+    assert warmup_steps(TrainSection(), 100) == 3
+    assert warmup_steps(TrainSection(warmup_ratio=0.1), 858) == 86
+    assert warmup_steps(TrainSection(warmup_steps=7), 100) == 7
+    with pytest.raises(ConfigError, match=r"train.warmup_steps is 7 and the run has 7 steps; expected fewer"):
+        warmup_steps(TrainSection(warmup_steps=7), 7)
+
+
+def test_weights_come_from_the_headers(lab):
+    weights = preflight.Weights.of([lab.base / "model.safetensors"])
+    assert weights.n_bytes == 4 * weights.n_parameters and weights.dtypes == ["float32"]
+
+
+def test_memory_grows_with_what_it_depends_on():
+    config = SimpleNamespace(hidden_size=64, intermediate_size=128, num_hidden_layers=12, vocab_size=1000)
+    weights = preflight.Weights(1000, 4000, ["float32"])
+
+    def estimate(tokens=1000, recompute=False, item=4):
+        return preflight.estimate_memory(config, weights, 500, tokens, recompute, item)
+
+    assert estimate().activations == 2 * estimate(tokens=500).activations == 2 * estimate(item=2).activations
+    assert estimate(recompute=True).activations < estimate().activations / 5
+    assert estimate().adapter == 8000 and estimate().weights == 4000
+    assert estimate().line(10**12).endswith("-- fits")
+    assert "DOES NOT FIT into the 1.0 MB that are free; lower train.batch_size" in estimate().line(10**6)
+    assert "fit" not in estimate().line(None).lower().replace("estimate", "")
+
+
+def test_available_memory_is_a_plausible_number():
+    found = preflight.available_memory()
+    assert found is None or 10**7 < found < 10**14
+
+
+def test_a_whole_alpha_is_written_as_an_integer():
+    assert isinstance(lora_config(LoraSection(lora_alpha=32), "m").lora_alpha, int)
+    assert lora_config(LoraSection(lora_alpha=1.5), "m").lora_alpha == 1.5
+
+
+def test_compute_dtype():
+    cpu, gpu = as_device("cpu"), as_device("cuda:0")
+    auto, half = ModelSection(path="m"), ModelSection(path="m", compute_dtype="bfloat16")
+    assert compute_dtype(auto, cpu) is None and str(compute_dtype(auto, gpu)) == "bfloat16"
+    assert str(compute_dtype(half, cpu)) == "bfloat16"
+
+
+def test_prompts_go_through_the_chat_template(lab):
+    tokenizer = load_tokenizer(lab.base)
+    text = tokenizer.decode(prompt_ids(tokenizer, "count on"), skip_special_tokens=False)
+    assert text == "<|user|> count on <|end|> <|assistant|>"
+    assert prompt_ids(tokenizer, "count on", raw=True) == tokenizer.encode("count on")
+
+
+def test_ids_that_end_an_answer(lab):
+    base = lab.own_base()
+    tokenizer = load_tokenizer(base)
+    (base / "generation_config.json").write_text('{"eos_token_id": [7, 4]}')
+    assert stop_ids(base, tokenizer) == [7, 4]

@@ -1,0 +1,240 @@
+"""ModelConfig: config.json of a Hugging Face model directory, read strictly and written back as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from peft_core.errors import ModelError, expect
+from transformer.families import Family, family_of
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE_KEYS = {  # what each type of scaling reads besides the theta
+    "default": (),
+    "linear": ("factor",),
+    "llama3": _LLAMA3_KEYS,
+}
+_ROPE_INERT = {"partial_rotary_factor": (None, 1, 1.0), "attention_factor": (None, 1, 1.0)}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions: base ``theta`` and how frequencies are stretched for longer rows than were pretrained on."""
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> np.ndarray:
+        """Angle per position of each pair of channels: theta^(-2k/K), stretched.   Returns (K/2,) float32.
+
+        llama3: wavelengths above original/low_freq_factor are divided by ``factor``, those below
+        original/high_freq_factor stay, between the two the frequencies are interpolated linearly.
+        Source: Su et al., arXiv:2104.09864, section 3.3; Llama 3: arXiv:2407.21783, section 3.2.
+        """
+        f = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)  # (K/2,)
+        if self.type == "linear":
+            f = f / self.factor
+        elif self.type == "llama3":
+            turns = self.original_max_position_embeddings * f / (2 * np.pi)  # in the pretraining length
+            share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            share = np.clip(share, 0, 1)  # 1: keep the frequency, 0: stretch it
+            f = share * f + (1 - share) * f / self.factor
+        return f.astype(np.float32)
+
+
+@dataclass
+class ModelConfig:
+    """The sizes and switches of a model under their Hugging Face names; ``raw`` is the JSON object as read."""
+
+    model_type: str
+    architectures: list[str]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    name_or_path: str = ""
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the rotary frequencies."""
+        return self.rope.theta
+
+    @property
+    def family(self) -> Family:
+        """The family that ``model_type`` names."""
+        return family_of(self.model_type)
+
+    @staticmethod
+    def from_dict(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
+        """The config in a JSON object.
+
+        Raises ModelError, naming the key, for an unknown model_type, activation, rope type or option, a missing size or
+        rope_theta, and sizes that do not fit together.  ``where`` names the source in errors.
+        """
+        family = family_of(raw.get("model_type"), where)
+        _refuse_options(raw, family, where)
+        get = {**family.defaults, **raw}
+        for key in family.ignored:
+            get[key] = family.defaults[key]
+        sizes = {key: _size(get, key, where) for key in (*_REQUIRED, "max_position_embeddings")}
+        groups = sizes["num_attention_heads"] if get["num_key_value_heads"] is None else _size(
+            get, "num_key_value_heads", where)  # fmt: skip
+        head_dim = _head_dim(get, sizes, groups, where)
+        expect(get["hidden_act"] == "silu", ModelError, f"{where}: hidden_act is {get['hidden_act']!r}",
+               expected="'silu'", fix="Other activations are not implemented for this family.")  # fmt: skip
+        return ModelConfig(
+            model_type=family.model_type,
+            architectures=_architectures(raw, family, where),
+            num_key_value_heads=groups,
+            head_dim=head_dim,
+            rms_norm_eps=_number(get, "rms_norm_eps", where),
+            rope=_rope(raw, sizes["max_position_embeddings"], where),
+            attention_bias=_flag(get, "attention_bias", where),
+            mlp_bias=_flag(get, "mlp_bias", where),
+            tie_word_embeddings=_flag(get, "tie_word_embeddings", where),
+            sliding_window=None if get["sliding_window"] is None else _size(get, "sliding_window", where),
+            bos_token_id=get["bos_token_id"],
+            eos_token_id=get["eos_token_id"],
+            pad_token_id=get["pad_token_id"],
+            raw=dict(raw),
+            **sizes,  # type: ignore[arg-type]
+        )
+
+    @staticmethod
+    def from_pretrained(directory: str | os.PathLike) -> ModelConfig:
+        """The config.json of a model directory.  Raises ModelError if it is missing, not JSON, or not understood."""
+        path = Path(directory) / "config.json"
+        expect(path.is_file(), ModelError, f"{path} does not exist", expected="the config.json of a model directory",
+               fix="Check the path, or download the model's config.json too.")  # fmt: skip
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{path} is not valid JSON ({error}); expected an object. Download it again.") from error
+        expect(isinstance(raw, dict), ModelError, f"{path} holds a {type(raw).__name__}", expected="a JSON object")
+        config = ModelConfig.from_dict(raw, str(path))
+        config.name_or_path = str(directory)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object: as read, except that tie_word_embeddings is what it is now."""
+        if self.tie_word_embeddings == bool(self.raw.get("tie_word_embeddings", False)):
+            return dict(self.raw)
+        return {**self.raw, "tie_word_embeddings": self.tie_word_embeddings}
+
+
+# ------------------------------------------------------------------------------------------------ parts of the JSON
+
+
+def _refuse_options(raw: dict[str, Any], family: Family, where: str) -> None:
+    for key, neutral in family.refused.items():
+        value = raw.get(key)
+        expect(any(value is n or (value == n and type(value) is type(n)) for n in neutral), ModelError,
+               f"{where}: {key} is {value!r}", expected=f"no such option for model_type {family.model_type!r}",
+               fix="It changes what the model computes and is not implemented.")  # fmt: skip
+
+
+def _missing(where: str, key: str) -> NoReturn:
+    raise ModelError(f"{where} has no {key}; expected it to be given. Get the model's own config.json.")
+
+
+def _size(raw: dict[str, Any], key: str, where: str) -> int:
+    value = raw.get(key)
+    if value is None:
+        _missing(where, key)
+    expect(type(value) is int and value > 0, ModelError, f"{where}: {key} is {value!r}", expected="a positive integer")
+    return int(value)
+
+
+def _number(raw: dict[str, Any], key: str, where: str) -> float:
+    value = raw.get(key)
+    if value is None:
+        _missing(where, key)
+    good = type(value) in (int, float) and 0 < value < float("inf")
+    expect(good, ModelError, f"{where}: {key} is {value!r}", expected="a positive number")
+    return float(value)
+
+
+def _flag(raw: dict[str, Any], key: str, where: str) -> bool:
+    value = raw[key]
+    expect(isinstance(value, bool), ModelError, f"{where}: {key} is {value!r}", expected="true or false")
+    return bool(value)
+
+
+def _architectures(raw: dict[str, Any], family: Family, where: str) -> list[str]:
+    names = raw.get("architectures") or [family.architecture]
+    expect(names == [family.architecture], ModelError, f"{where}: architectures is {names!r}",
+           expected=f"['{family.architecture}']", fix="Only causal language models can be read.")  # fmt: skip
+    return list(names)
+
+
+def _head_dim(raw: dict[str, Any], sizes: dict[str, int], groups: int, where: str) -> int:
+    heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
+    expect(heads % groups == 0, ModelError, f"{where}: {heads} num_attention_heads over {groups} num_key_value_heads",
+           expected="a multiple")  # fmt: skip
+    if raw["head_dim"] is None:
+        expect(width % heads == 0, ModelError, f"{where}: hidden_size {width} over {heads} num_attention_heads",
+               expected="a multiple, or an explicit head_dim")  # fmt: skip
+        head_dim = width // heads
+    else:
+        head_dim = _size(raw, "head_dim", where)
+    expect(head_dim % 2 == 0, ModelError, f"{where}: head_dim is {head_dim}", expected="an even number")
+    return head_dim
+
+
+def _rope(raw: dict[str, Any], longest: int, where: str) -> RopeConfig:
+    """transformers 4 wrote rope_theta and rope_scaling, transformers 5 writes both into rope_parameters."""
+    places = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
+    for key, value in places.items():
+        expect(isinstance(value, dict), ModelError, f"{where}: {key} is {value!r}", expected="a JSON object or null")
+    expect(len(places) < 2 or places["rope_parameters"] == places["rope_scaling"], ModelError,
+           f"{where} has both rope_parameters and rope_scaling, and they differ", expected="one of them",
+           fix="Remove the one that does not belong to the model.")  # fmt: skip
+    key = next(iter(places), "rope_parameters")
+    given = dict(places.get(key, {}))
+    thetas = {float(v) for v in (raw.get("rope_theta"), given.get("rope_theta")) if isinstance(v, int | float)}
+    expect(len(thetas) < 2, ModelError, f"{where} has two values of rope_theta: {sorted(thetas)}", expected="one")
+    given["rope_theta"] = given.get("rope_theta", raw.get("rope_theta"))
+    theta = _number(given, "rope_theta", where)
+    kind = str(given.get("rope_type", given.get("type", "default")))
+    expect(kind in _ROPE_KEYS, ModelError, f"{where}: {key} has rope_type {kind!r}",
+           expected=f"one of {', '.join(_ROPE_KEYS)}", fix="Other types are not implemented.")  # fmt: skip
+    if kind == "llama3":
+        given.setdefault("original_max_position_embeddings", raw.get("original_max_position_embeddings", longest))
+    for name, value in given.items():
+        neutral = _ROPE_INERT.get(name, (None,))
+        known = name in (*_ROPE_KEYS[kind], "rope_theta", "rope_type", "type") or value in neutral
+        expect(known, ModelError, f"{where}: {key} has {name} = {value!r}",
+               expected=f"only what rope_type {kind!r} reads ({', '.join(_ROPE_KEYS[kind]) or 'rope_theta'})",
+               fix="The option is not implemented for this type.")  # fmt: skip
+    numbers = {name: _number(given, name, f"{where}: {key}") for name in _ROPE_KEYS[kind]}
+    if kind == "llama3":
+        expect(numbers["high_freq_factor"] > numbers["low_freq_factor"], ModelError,
+               f"{where}: high_freq_factor {numbers['high_freq_factor']} and low_freq_factor "
+               f"{numbers['low_freq_factor']}", expected="the first above the second")  # fmt: skip
+        numbers["original_max_position_embeddings"] = int(numbers["original_max_position_embeddings"])
+    return RopeConfig(theta, kind, **numbers)  # type: ignore[arg-type]

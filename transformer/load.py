@@ -1,0 +1,242 @@
+"""from_pretrained: a Hugging Face model directory becomes a CausalLM; the weights stay in the file's pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peft_core.backend import as_device, to_device
+from peft_core.dtypes import as_dtype, dtype_name, float16, is_float
+from peft_core.errors import FileError, ModelError, expect
+from peft_core.safetensors_io import SafeFile
+from transformer.config import ModelConfig
+from transformer.hub import resolve_directory
+from transformer.model import CausalLM, Source
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_COMPARE_BYTES = 1 << 24
+
+
+def from_pretrained(path: str | os.PathLike, dtype: Any = "auto", device: Any = "cpu") -> CausalLM:
+    """The model in a directory (or a Hub id in the local cache), in eval mode, its weights frozen.
+
+    ``dtype``: "auto" keeps the file's, memory-mapped and read-only; a name or dtype converts, which copies.
+    ``device``: "cpu", "cuda", "cuda:1".  Everything that does not fit (shards, names, shapes, dtypes) is reported in
+    one ModelError before any memory is allocated.
+    """
+    directory = resolve_directory(path)
+    config = ModelConfig.from_pretrained(directory)
+    config.name_or_path = os.fspath(path)
+    checkpoint = Checkpoint(directory)
+    wanted = None if dtype is None or dtype == "auto" else as_dtype(dtype)
+    expect(wanted is None or is_float(wanted), ModelError, f"dtype {dtype!r} was asked for",
+           expected="'auto', float32, bfloat16, float16 or float64")  # fmt: skip
+    place = as_device(device)
+    tied_head = _settle_head(config, checkpoint)
+    model = CausalLM(config)
+    own = dict(model.named_parameters())
+    _check(checkpoint, {name: p.shape for name, p in own.items()}, config, tied_head)
+    for name, parameter in own.items():
+        parameter.data = to_device(_converted(checkpoint[name], wanted, name), place)
+    extra = {name: checkpoint[name] for name in checkpoint if config.family.is_extra_buffer(name)}
+    if extra:
+        _notice(f"{directory}: {len(extra)} buffers that follow from the config are not used ({next(iter(extra))})")
+    model.source = Source(directory, extra, tied_head)
+    model.generation_config = _json(directory / "generation_config.json") or {}
+    return model.eval()  # type: ignore[return-value]
+
+
+class AutoModelForCausalLM:
+    """The name transformers users know for ``from_pretrained``."""
+
+    @staticmethod
+    def from_pretrained(
+        path: str | os.PathLike,
+        dtype: Any = "auto",
+        device: Any = "cpu",
+        torch_dtype: Any = None,
+        device_map: Any = None,
+    ) -> CausalLM:
+        """See ``transformer.from_pretrained``; torch_dtype and device_map (one device) are other names for the two."""
+        chosen = dtype if torch_dtype is None else str(torch_dtype)
+        return from_pretrained(path, dtype=chosen, device=device if device_map is None else device_map)
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def checkpoint_files(path: str | os.PathLike) -> list[Path]:
+    """The safetensors files that hold the weights of a model directory, in order: one, or the shards of the index.
+
+    Raises ModelError if there are none, or naming every shard of the index that is missing.
+    """
+    directory = Path(path)
+    if (directory / SINGLE).exists():
+        return [directory / SINGLE]
+    if not (directory / INDEX).exists():
+        raise ModelError(_no_weights(directory))
+    files = [directory / name for name in dict.fromkeys(_weight_map(directory).values())]
+    missing = [file.name for file in files if not file.exists()]
+    expect(not missing, ModelError, f"{directory} lacks {len(missing)} of {len(files)} shards: {', '.join(missing)}",
+           expected=f"every file that {INDEX} names", fix="Download the missing files.")  # fmt: skip
+    return files
+
+
+def _no_weights(directory: Path) -> str:
+    other = sorted(p.name for p in directory.glob("*.bin")) or sorted(p.name for p in directory.glob("*.safetensors"))
+    text = f"{directory} has neither {SINGLE} nor {INDEX}; expected one of them."
+    if any(name.endswith(".bin") for name in other):
+        return (f"{text} It has {', '.join(other[:4])}, pickles that are not read here: convert them once with "
+                "transformers, from_pretrained(...).save_pretrained(..., safe_serialization=True).")  # fmt: skip
+    if other:
+        return f"{text} It has {', '.join(other[:4])}: the index that names these files is missing; download it."
+    return f"{text} Download the model's weights."
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); expected an object. Download it again.") from error
+    expect(isinstance(content, dict), ModelError, f"{path} holds a {type(content).__name__}", expected="a JSON object")
+    return dict(content)
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    names = (_json(directory / INDEX) or {}).get("weight_map")
+    good = isinstance(names, dict) and names and all(isinstance(v, str) and Path(v).name == v for v in names.values())
+    expect(good, ModelError, f"{directory / INDEX} has no usable weight_map",
+           expected="an object: tensor name -> file name in the same directory", fix="Download it again.")  # fmt: skip
+    return dict(names or {})
+
+
+class Checkpoint(Mapping[str, np.ndarray]):
+    """The tensors of a model directory by name, mapped.  Only headers are read until a tensor is asked for.
+
+    ``problems``: disagreements between the index and its shards, for the one report of all.  Raises ModelError and
+    FileError for files that are missing or are not safetensors.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.problems = directory, list[str]()
+        files = checkpoint_files(directory)
+        opened = _opened(files)
+        self._where = {name: file for file in opened for name in file}
+        if files[0].name == SINGLE:
+            return
+        index = _weight_map(directory)
+        shards = {file.path.name: file for file in opened}
+        for name, shard in index.items():
+            if name not in shards[shard]:
+                self.problems.append(f"missing     {name}: {INDEX} places it in {shard}, which does not hold it")
+        unlisted = [name for file in opened for name in file if name not in index]
+        for name in unlisted:
+            self.problems.append(f"unexpected  {name}: in {self._where[name].path.name}, but not in {INDEX}")
+        self._where = {name: shards[shard] for name, shard in index.items() if name in shards[shard]}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._where[name].get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header."""
+        return self._where[name].shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        """Element type of a tensor, from the header."""
+        return self._where[name].dtype(name)
+
+
+def _opened(files: list[Path]) -> list[SafeFile]:
+    """All files, or one error with what is wrong in each of them."""
+    opened, faults = [], []
+    for file in files:
+        try:
+            opened.append(SafeFile(file))
+        except FileError as error:
+            faults.append(error)
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        raise ModelError(f"{len(faults)} of {len(files)} weight files cannot be read:\n" + "\n".join(map(str, faults)))
+    return opened
+
+
+# ------------------------------------------------------------------------------------------------ config and weights
+
+
+def _notice(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
+
+
+def _settle_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
+    """True if the file spells out a tied head; a tied head that differs from the embedding is untied, with a notice."""
+    if not (config.tie_word_embeddings and _HEAD in checkpoint and _TABLE in checkpoint):
+        return False
+    if _same(checkpoint, _HEAD, _TABLE):
+        return True
+    _notice(f"{checkpoint.directory}: config.json ties {_HEAD} to {_TABLE}, but the file holds another {_HEAD}; "
+            "the two are used as they are, and tie_word_embeddings is false from here on")  # fmt: skip
+    config.tie_word_embeddings = False
+    return False
+
+
+def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    if checkpoint.shape(a) != checkpoint.shape(b) or checkpoint.dtype(a) != checkpoint.dtype(b):
+        return False
+    x, y = (checkpoint[name].reshape(-1).view(np.uint8) for name in (a, b))
+    return all(np.array_equal(x[i : i + _COMPARE_BYTES], y[i : i + _COMPARE_BYTES])
+               for i in range(0, len(x), _COMPARE_BYTES))  # fmt: skip
+
+
+def _check(checkpoint: Checkpoint, own: dict[str, tuple[int, ...]], config: ModelConfig, tied_head: bool) -> None:
+    """Raise one ModelError with every name, shape and dtype that does not fit."""
+    told = {line.split()[1].rstrip(":") for line in checkpoint.problems}
+    lines = list(checkpoint.problems)
+    missing = [name for name in own if name not in checkpoint and name not in told]
+    lines += [f"missing     {name} {own[name]}" for name in missing]
+    for name in checkpoint:
+        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        if name not in own:
+            if not config.family.is_extra_buffer(name) and not (tied_head and name == _HEAD):
+                lines.append(f"unexpected  {name} {shape} {dtype_name(dtype)}")
+        elif shape != own[name] or not is_float(dtype):
+            lines.append(f"does not fit  {name}: {shape} {dtype_name(dtype)}, expected {own[name]} of a float dtype")
+    if not lines:
+        return
+    shown = lines if len(lines) <= 40 else [*lines[:40], f"... {len(lines) - 40} more"]
+    hint = ""
+    if _HEAD in own and _HEAD not in checkpoint and not config.tie_word_embeddings:
+        hint = f" Without {_HEAD} the head may be tied: check tie_word_embeddings in config.json."
+    raise ModelError(
+        f"{checkpoint.directory}: config.json and weights disagree in {len(lines)} places; nothing was loaded:\n  "
+        + "\n  ".join(shown)
+        + f"\nexpected the tensors of {config.architectures[0]} with the sizes of config.json. "
+        f"Get config.json and weights from one source, completely.{hint}"
+    )
+
+
+def _converted(array: np.ndarray, wanted: np.dtype | None, name: str) -> np.ndarray:
+    if wanted is None or array.dtype == wanted:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = array.astype(wanted)
+    if wanted == float16 and np.isfinite(array).all() and not np.isfinite(result).all():
+        largest = float(np.abs(array).max())
+        raise ModelError(f"{name} has values up to {largest:.4g}; expected at most 65504, the largest float16. "
+                         "Load it as bfloat16 or float32.")  # fmt: skip
+    return result

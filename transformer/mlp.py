@@ -1,0 +1,24 @@
+"""The feed-forward part of a decoder layer."""
+
+from __future__ import annotations
+
+from peft_core import ops
+from peft_core.nn import Module, project
+from peft_core.tensor import Tensor
+from transformer.config import ModelConfig
+from transformer.layers import shaped_linear
+
+
+class MLP(Module):
+    """down(silu(gate(x)) * up(x)).   x (N, D) -> (N, D).   (Shazeer, arXiv:2002.05202, equation 6.)"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = shaped_linear(width, inner, bias)
+        self.up_proj = shaped_linear(width, inner, bias)
+        self.down_proj = shaped_linear(inner, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (N, D) -> (N, D)."""
+        gate, up = project(x, self.gate_proj, self.up_proj)  # (N, F) each
+        return self.down_proj(ops.swiglu(gate, up))
