@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -107,6 +108,9 @@ class ModelConfig:
         head_dim = _head_dim(get, sizes, groups, where)
         expect(get["hidden_act"] == "silu", ModelError, f"{where}: hidden_act is {get['hidden_act']!r}",
                expected="'silu'", fix="Other activations are not implemented for this family.")  # fmt: skip
+        if get.get("attention_dropout"):
+            warnings.warn(f"{where}: attention_dropout {get['attention_dropout']} is not applied; training runs "
+                          "without dropout in attention.", stacklevel=3)  # fmt: skip
         return ModelConfig(
             model_type=family.model_type,
             architectures=_architectures(raw, family, where),

@@ -1,8 +1,8 @@
 """A data set ready to train on, and the report that lets a person see what will be trained before it is.
 
-    dataset = load_dataset("train.jsonl", tokenizer, max_seq_length=2048)
-    train, val = dataset.split(0.05, seed=42)
-    steps = Steps(train, batch_size=4, gradient_accumulation_steps=4, num_epochs=3, seed=42)
+dataset = load_dataset("train.jsonl", tokenizer, max_seq_length=2048)
+train, val = dataset.split(0.05, seed=42)
+steps = Steps(train, batch_size=4, gradient_accumulation_steps=4, num_epochs=3, seed=42)
 """
 
 from __future__ import annotations

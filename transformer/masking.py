@@ -198,9 +198,7 @@ class _Finisher:
             complete = [*complete, eos]
             chosen = np.append(chosen, True)
         labels = np.where(chosen, np.array(complete, np.int32), np.int32(IGNORED_LABEL))
-        return replace(
-            self._sample(source, row, complete, labels.astype(np.int32)), n_unwritten=passage.n_unwritten
-        )
+        return replace(self._sample(source, row, complete, labels.astype(np.int32)), n_unwritten=passage.n_unwritten)
 
     def _sample(self, source: int, row: Row, ids: list[int], labels: Ids) -> Sample:
         last = next((int(i) for i in labels[::-1] if i != IGNORED_LABEL and not self._is_blank(int(i))), None)

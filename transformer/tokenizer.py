@@ -349,7 +349,8 @@ class AutoTokenizer:
 
     @staticmethod
     def from_pretrained(path: str | Path) -> Tokenizer:
-        return Tokenizer.from_pretrained(path)
+        """The tokenizer of a directory, or of a Hub id whose files the local cache holds.  Raises FileError."""
+        return Tokenizer.from_pretrained(resolve_directory(path))
 
 
 def _as_text(text: Any) -> str:

@@ -1,1 +1,1 @@
-"""What the pages in ``scripts/`` share and no library part may know: configuration, run directory, reports, exit codes."""
+"""What the pages in ``scripts/`` share and no library part may know: config, run directory, reports, exit codes."""

@@ -78,7 +78,7 @@ def lora_config(section: LoraSection, base: str) -> LoraConfig:
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, *, raw: bool = False) -> list[int]:
-    """The ids of a prompt: as a user's message if the tokenizer has a chat template, else (or ``raw``) as plain text."""
+    """The ids of a prompt: a user's message if the tokenizer has a chat template, else (or ``raw``) plain text."""
     if raw or tokenizer.chat_template is None:
         return tokenizer.encode(text)
     return chat_ids(tokenizer, [{"role": "user", "content": text}])

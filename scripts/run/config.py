@@ -1,6 +1,6 @@
 """RunConfig: one class per section of a run's TOML file; a field is one setting, its description is what it accepts.
 
-The descriptions end up in error texts ("expected <description>"), so they are phrased as the thing a person has to write.
+The descriptions end up in error texts ("expected <description>"): they say what a person has to write.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ class RunConfig(Section):
     """Everything a run depends on.  Each part of the program is handed its own section, none the whole."""
 
     model: ModelSection
-    lora: LoraSection = Field(default_factory=lambda: LoraSection())
+    lora: LoraSection
     data: DataSection
-    train: TrainSection = Field(default_factory=lambda: TrainSection())
-    eval: EvalSection = Field(default_factory=lambda: EvalSection())
+    train: TrainSection
+    eval: EvalSection
     output: OutputSection
-    log: LogSection = Field(default_factory=lambda: LogSection())
+    log: LogSection
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values; what is None is left out, because TOML has no null."""
@@ -130,5 +130,11 @@ class RunConfig(Section):
 
 
 SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation for name, field in RunConfig.model_fields.items() if field.annotation is not None
+    "model": ModelSection,
+    "lora": LoraSection,
+    "data": DataSection,
+    "train": TrainSection,
+    "eval": EvalSection,
+    "output": OutputSection,
+    "log": LogSection,
 }

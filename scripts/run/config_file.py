@@ -23,7 +23,7 @@ Where = dict[str, str]  # "section.key" -> "file.toml:14" or "command line"
 def load_config(path: str | Path | None, overrides: Sequence[str] = (), note: Note = print) -> RunConfig:
     """The RunConfig of the file at ``path`` with ``overrides`` on top; ``note`` is told each name it translates.
 
-    Raises ConfigError for a file that cannot be read, an unknown key, a wrong value and settings that exclude each other.
+    Raises ConfigError for a file that cannot be read, an unknown key, a wrong value, and settings that exclude another.
     """
     tables, where = ({}, {}) if path is None else _read(Path(path))
     return build_config(tables, overrides, note, where, source=str(path) if path else "command line")
@@ -49,7 +49,7 @@ def build_config(
     for name in SECTIONS:
         nested.setdefault(name, {})
     try:
-        config = RunConfig(**nested)
+        config = RunConfig.model_validate(nested)
     except ValidationError as error:
         raise ConfigError(_explain(error, settings, places, source)) from None
     _check_together(config, places)

@@ -1,7 +1,8 @@
-"""One fine-tuning run, step by step, in the order of the page that calls it; each method uses what the one before made."""
+"""One fine-tuning run in the order of the page that calls it; each method uses what the one before made."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from datetime import datetime
@@ -123,9 +124,17 @@ class Job:
 
     def _fit(self, steps: Any, state: TrainState, **hooks: Any) -> None:
         train = self.config.train
-        fit(self.model, steps, self.loss, self.optimizer, schedule=schedule(train.lr_scheduler_type, len(self.plan.steps),
-            self.plan.warmup), max_grad_norm=train.max_grad_norm or None, autocast_dtype=self.precision, state=state,
-            **hooks)  # fmt: skip
+        fit(
+            self.model,
+            steps,
+            self.loss,
+            self.optimizer,
+            schedule=schedule(train.lr_scheduler_type, len(self.plan.steps), self.plan.warmup),
+            max_grad_norm=train.max_grad_norm or None,
+            autocast_dtype=self.precision,
+            state=state,
+            **hooks,
+        )
 
     def try_one_step(self) -> int:
         """--dry-run: one real step, its time and memory; nothing is written."""
@@ -134,8 +143,11 @@ class Job:
         self._fit(self.plan.steps[:1], TrainState(), on_step=reports.append)
         seconds = time.perf_counter() - began
         total = seconds * len(self.plan.steps)
-        print(f"dry run  1 step: loss {reports[0].loss:.4f}, {seconds:.2f} s (the first step also compiles kernels), peak "
-              f"{size(peak_rss_bytes())}; at this pace {clock(total)} for {len(self.plan.steps)} steps; nothing was written")  # fmt: skip
+        print(
+            f"dry run  1 step: loss {reports[0].loss:.4f}, {seconds:.2f} s (the first step also compiles kernels), "
+            f"peak {size(peak_rss_bytes())}; at this pace {clock(total)} for {len(self.plan.steps)} steps; "
+            "nothing was written"
+        )
         return 0
 
     def begin(self) -> None:
@@ -153,15 +165,28 @@ class Job:
         val = self.rows.val_batches()
         each = max(1, round(plan.steps_per_epoch))
         self.session = Session(
-            config, self.run, self.model, self.optimizer, state, len(plan.steps), plan.steps_per_epoch,
-            every_eval=config.eval.eval_steps or each, every_save=config.output.save_steps or each,
-            fingerprint=self.fingerprint, started=self.started, stop=self.stop, save_adapter=self.save_adapter,
-            evaluate=(lambda: self.evaluate(val)) if val else None, sample=self.sample if config.eval.sample_prompts else None,
-        )  # fmt: skip
+            config,
+            self.run,
+            self.model,
+            self.optimizer,
+            state,
+            len(plan.steps),
+            plan.steps_per_epoch,
+            every_eval=config.eval.eval_steps or each,
+            every_save=config.output.save_steps or each,
+            fingerprint=self.fingerprint,
+            started=self.started,
+            stop=self.stop,
+            save_adapter=self.save_adapter,
+            evaluate=(lambda: self.evaluate(val)) if val else None,
+            sample=self.sample if config.eval.sample_prompts else None,
+        )
         if extra is not None:
             self.session.restore(extra)
-            print(f"resume   {self.checkpoint}: step {state.step} of {len(plan.steps)}"
-                  + (f", {state.micro} micro-batches into the next" if state.micro else ""))  # fmt: skip
+            print(
+                f"resume   {self.checkpoint}: step {state.step} of {len(plan.steps)}"
+                + (f", {state.micro} micro-batches into the next" if state.micro else "")
+            )
         elif val:
             self.session.run_evaluation(0)
 
@@ -183,8 +208,11 @@ class Job:
         if self.stop and session.state.step < session.total and not session.stopped_early:
             path = session.save_checkpoint()
             assert self.stop.signum is not None
-            raise Interrupted(self.stop.signum, f"step {session.state.step} of {session.total}, checkpoint {path}. "
-                                                f"Continue with: {self._command()} --resume")  # fmt: skip
+            raise Interrupted(
+                self.stop.signum,
+                f"step {session.state.step} of {session.total}, checkpoint {path}. "
+                f"Continue with: {self._command()} --resume",
+            )
 
     def evaluate(self, batches: list[Any]) -> EvalResult:
         """Loss on the validation rows."""
@@ -208,23 +236,28 @@ class Job:
     def save(self) -> None:
         """The last adapter, and what to do next."""
         self.session.finish()
-        adapter, python = self.run.adapter, Path(sys.executable).name
-        merged = self.run.path / "merged"
-        model = self.config.model.path
-        ask = (self.config.eval.sample_prompts or ["Hello"])[0]
+        adapter = self.run.adapter
         print("\n".join(self.session.summary()))
         print(f"files    {adapter} (best), {self.run.adapter_last}, {self.run.metrics}")
-        print("next")
-        print(f'  {python} scripts/generate.py {model} --adapter {adapter} --compare --prompt "{ask}"')
-        print(f"  {python} scripts/export.py {adapter} --to merged --out {merged} --verify")
-        print(
-            f"  vllm serve {model} --enable-lora --max-lora-rank {max(16, self.config.lora.r)} --lora-modules tuned={adapter}"
-        )
+        print("next", *(f"  {shlex.join(words)}" for words in self._next_commands()), sep="\n")
+
+    def _next_commands(self) -> list[list[str]]:
+        """Ready to paste, whatever stands in a path or a prompt."""
+        adapter, model, python = str(self.run.adapter), self.config.model.path, Path(sys.executable).name
+        ask = (self.config.eval.sample_prompts or ["Hello"])[0]
+        rank = str(max(16, self.config.lora.r))
+        merged = str(self.run.path / "merged")
+        return [
+            [python, "scripts/generate.py", model, "--adapter", adapter, "--compare", "--prompt", ask],
+            [python, "scripts/export.py", adapter, "--to", "merged", "--out", merged, "--verify"],
+            ["vllm", "serve", model, "--enable-lora", "--max-lora-rank", rank, "--lora-modules", f"tuned={adapter}"],
+        ]
 
     # ------------------------------------------------------------------ texts
 
     def _command(self) -> str:
-        return f"python scripts/finetune.py {self.run.config}"
+        device = "" if self.device.type == "cpu" else f" --device {self.device}"
+        return f"python scripts/finetune.py {shlex.quote(str(self.run.config))}{device}"
 
     def _last_checkpoint(self) -> str:
         there = self.run.checkpoints()
@@ -243,15 +276,26 @@ class Job:
         there, step = self.run.checkpoints(), self.session.state.step
         tries = []
         if not self.recompute:
-            less = preflight.estimate_memory(self.model_config, self.weights, self.injected.trainable, self.plan.longest_micro,
-                                             True, 4 if self.precision is None else 2)  # fmt: skip
+            less = preflight.estimate_memory(
+                self.model_config,
+                self.weights,
+                self.injected.trainable,
+                self.plan.longest_micro,
+                True,
+                4 if self.precision is None else 2,
+            )
             tries.append(
                 f"train.gradient_checkpointing=true (estimate {size(less.total)} instead of {size(self.memory.total)})"
             )
         rows = self.plan.rows_per_micro or 0
         if rows > 1:
-            tries.append(f"train.batch_size={rows // 2} train.gradient_accumulation_steps={2 * self.plan.accumulation} "
-                         "(half the activations, the same step)")  # fmt: skip
+            tries.append(
+                f"train.batch_size={rows // 2} train.gradient_accumulation_steps={2 * self.plan.accumulation} "
+                "(half the activations, the same step)"
+            )
         tries.append(f"data.max_seq_length={max(2, self.config.data.max_seq_length // 2)}")
-        return (f"out of memory at step {step + 1} ({str(error) or 'an allocation failed'}; peak {size(peak_rss_bytes())}). "
-                f"Last good checkpoint: {there[-1] if there else 'step 0'}. Try, in this order: {'; '.join(tries)}.")  # fmt: skip
+        return (
+            f"out of memory at step {step + 1} ({str(error) or 'an allocation failed'}; "
+            f"peak {size(peak_rss_bytes())}). "
+            f"Last good checkpoint: {there[-1] if there else 'step 0'}. Try, in this order: {'; '.join(tries)}."
+        )

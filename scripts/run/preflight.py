@@ -30,7 +30,7 @@ class Weights:
         """Add up the headers of ``files``."""
         parameters, n_bytes, names = 0, 0, []
         for file in map(SafeFile, files):
-            for key in file.keys():
+            for key in file:
                 elements = 1
                 for n in file.shape(key):
                     elements *= n
@@ -56,10 +56,20 @@ class Memory:
 
     def line(self, available: int | None) -> str:
         """The line of the report."""
-        verdict = "" if available is None else " -- fits" if self.total < available else (
-            f" -- DOES NOT FIT into the {size(available)} that are free; lower train.batch_size or data.max_seq_length")  # fmt: skip
-        return (f"estimate {size(self.total)} (weights {size(self.weights)}, adapter+Adam {size(self.adapter)}, activations "
-                f"{size(self.activations)}, logits {size(self.logits)}){verdict}")  # fmt: skip
+        verdict = (
+            ""
+            if available is None
+            else " -- fits"
+            if self.total < available
+            else (
+                f" -- DOES NOT FIT into the {size(available)} that are free; "
+                "lower train.batch_size or data.max_seq_length"
+            )
+        )
+        return (
+            f"estimate {size(self.total)} (weights {size(self.weights)}, adapter+Adam {size(self.adapter)}, "
+            f"activations {size(self.activations)}, logits {size(self.logits)}){verdict}"
+        )
 
 
 def estimate_memory(
@@ -67,7 +77,7 @@ def estimate_memory(
 ) -> Memory:
     """Peak memory of a step of ``tokens`` tokens in the largest micro-batch; ``item`` bytes per activation.
 
-    A layer keeps about 8 D + 4 F numbers a token: the inputs of the adapters, q, k, v, the attention's output, both norms,
+    A layer keeps about 8 D + 4 F numbers a token: the adapters' inputs, q, k, v, the attention's output, both norms,
     gate, up and their product. With recomputation a layer keeps D, and one layer at a time all of it.
     """
     d, f = model_config.hidden_size, model_config.intermediate_size
@@ -116,8 +126,11 @@ def start_report(
     name = (model_config.architectures or [model_config.model_type])[0]
     tied = "tied embeddings, " if model_config.tie_word_embeddings else ""
     stored = config.model.dtype if config.model.dtype != "auto" else "/".join(weights.dtypes)
-    report.add("model", f"{name}, {model_config.num_hidden_layers} layers, {count(weights.n_parameters)} params, {tied}"
-                        f"{stored} frozen base, float32 adapter")  # fmt: skip
+    report.add(
+        "model",
+        f"{name}, {model_config.num_hidden_layers} layers, {count(weights.n_parameters)} params, {tied}"
+        f"{stored} frozen base, float32 adapter",
+    )
     lora = config.lora
     scale = lora.lora_alpha / (lora.r**0.5 if lora.use_rslora else lora.r)
     names = lora.target_modules if isinstance(lora.target_modules, str) else " ".join(lora.target_modules)
@@ -129,10 +142,19 @@ def start_report(
     report.add("example", data.example_where + ", trained text between >> and <<", *_shortened(data.example))
     report.facts |= {
         "model": {"name": name, "parameters": weights.n_parameters, "bytes": weights.n_bytes, "dtypes": weights.dtypes},
-        "data": {**{key: value for key, value in vars(data).items()}, "train": len(rows.train), "val": len(rows.val or [])},
-        "plan": {"steps": len(plan.steps), "epochs": plan.epochs, "warmup": plan.warmup,
-                 "tokens_per_step": plan.tokens_per_step, "longest_micro_batch": plan.longest_micro},
-    }  # fmt: skip
+        "data": {
+            **{key: value for key, value in vars(data).items()},
+            "train": len(rows.train),
+            "val": len(rows.val or []),
+        },
+        "plan": {
+            "steps": len(plan.steps),
+            "epochs": plan.epochs,
+            "warmup": plan.warmup,
+            "tokens_per_step": plan.tokens_per_step,
+            "longest_micro_batch": plan.longest_micro,
+        },
+    }
     return report
 
 
@@ -142,8 +164,10 @@ def add_adapter_facts(report: Report, config: RunConfig, injected: Any, n_layers
     share = 100 * injected.trainable / max(1, injected.total)
     where = next(i for i, line in enumerate(report.lines) if line.startswith("lora "))
     head = report.lines[where].split(" on ")[0]
-    report.lines[where] = (f"{head} on {len(kinds)} kinds of module, {len(injected.paths)} in {n_layers} layers -> "
-                           f"{count(injected.trainable)} trainable ({share:.1f} %)")  # fmt: skip
+    report.lines[where] = (
+        f"{head} on {len(kinds)} kinds of module, {len(injected.paths)} in {n_layers} layers -> "
+        f"{count(injected.trainable)} trainable ({share:.1f} %)"
+    )
     report.facts["lora"] = {"trainable": injected.trainable, "total": injected.total, "modules": injected.paths}
 
 

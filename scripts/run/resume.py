@@ -16,7 +16,7 @@ FREE = ("output.", "log.", "model.path", "data.path", "data.val_path")
 
 
 def base_hash(files: Iterable[Path]) -> str:
-    """SHA-256 over names, sizes and the first and last MiB of the base's weight files: cheap, and finds a swapped model."""
+    """SHA-256 over names, sizes and both ends (1 MiB) of the base's weight files: cheap, and finds a swapped model."""
     digest = hashlib.sha256()
     for file in files:
         length = file.stat().st_size
@@ -59,8 +59,8 @@ def check_same_run(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path)
     ]
     if changed:
         raise ConfigError(
-            f"{checkpoint} was written with other settings: {'; '.join(changed)}. Expected the same ones, so that the run "
-            "continues exactly. Set them back, or start another run in another output_dir."
+            f"{checkpoint} was written with other settings: {'; '.join(changed)}. Expected the same ones, so that "
+            "the run continues exactly. Set them back, or start another run in another output_dir."
         )
     for key, what in (("train_rows", "training rows"), ("val_rows", "validation rows"), ("base", "base weights")):
         if saved[key] != now[key]:

@@ -27,7 +27,7 @@ class Rows:
 
     def val_batches(self) -> list[Batch]:
         """The validation rows in order."""
-        rows = self.val if self.val is not None else []
+        rows: Any = self.val if self.val is not None else []
         return [Batch.from_rows(rows[i : i + VALIDATION_ROWS]) for i in range(0, len(rows), VALIDATION_ROWS)]
 
 
@@ -36,9 +36,16 @@ def load_rows(data: DataSection, tokenizer: Tokenizer, *, seed: int, stop_ids: l
 
     def read(path: Any) -> Dataset:
         return load_dataset(
-            path, tokenizer, format=data.format, columns=data.columns, loss_on=data.loss_on, stop_ids=stop_ids, now=now,
-            max_seq_length=data.max_seq_length, overlong=data.overlong,
-        )  # fmt: skip
+            path,
+            tokenizer,
+            format=data.format,
+            columns=data.columns,
+            loss_on=data.loss_on,
+            stop_ids=stop_ids,
+            now=now,
+            max_seq_length=data.max_seq_length,
+            overlong=data.overlong,
+        )
 
     train, val, split = read(data.path), None, ""
     if data.val_path:
@@ -48,8 +55,10 @@ def load_rows(data: DataSection, tokenizer: Tokenizer, *, seed: int, stop_ids: l
         whole = isinstance(data.val_size, float) and data.val_size >= 1
         train, val = train.split(int(data.val_size) if whole else data.val_size, seed)
         if not len(train) or not len(val):
-            raise DataError(f"data.val_size is {data.val_size}, which leaves {len(train)} rows for training and {len(val)} "
-                            "for validation; expected some on both sides. Change data.val_size.")  # fmt: skip
+            raise DataError(
+                f"data.val_size is {data.val_size}, which leaves {len(train)} rows for training and {len(val)} "
+                "for validation; expected some on both sides. Change data.val_size."
+            )
         split = f"train {len(train):,} / val {len(val):,} (seed {seed})"
     else:
         split = f"train {len(train):,} / val 0 (set data.val_size to see a validation loss)"
@@ -71,18 +80,25 @@ class Plan:
 
     def line(self, train: TrainSection) -> str:
         """ "3 epochs = 858 steps; batch 4 x accum 4 = 16 rows (~8.1k tokens) a step; warmup 26"."""
-        each = (f"batch {self.rows_per_micro} x accum {self.accumulation} = {self.rows_per_micro * self.accumulation} rows"
-                if self.rows_per_micro else f"at most {train.max_tokens_per_step:,} tokens")  # fmt: skip
-        return (f"{self.epochs:.4g} epochs = {len(self.steps):,} steps; {each} (~{self.tokens_per_step:,} tokens) a step; "
-                f"warmup {self.warmup}; {train.lr_scheduler_type} from {train.learning_rate:g}")  # fmt: skip
+        each = (
+            f"batch {self.rows_per_micro} x accum {self.accumulation} = {self.rows_per_micro * self.accumulation} rows"
+            if self.rows_per_micro
+            else f"at most {train.max_tokens_per_step:,} tokens"
+        )
+        return (
+            f"{self.epochs:.4g} epochs = {len(self.steps):,} steps; {each} (~{self.tokens_per_step:,} tokens) a step; "
+            f"warmup {self.warmup}; {train.lr_scheduler_type} from {train.learning_rate:g}"
+        )
 
 
 def make_plan(rows: Dataset, train: TrainSection, shuffle: bool) -> Plan:
     """All steps of a run.  Raises ConfigError."""
     options: dict[str, Any] = {
-        "max_tokens_per_step": train.max_tokens_per_step, "seed": train.seed, "shuffle": shuffle,
+        "max_tokens_per_step": train.max_tokens_per_step,
+        "seed": train.seed,
+        "shuffle": shuffle,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
-    }  # fmt: skip
+    }
     size = None if train.max_tokens_per_step else train.batch_size or DEFAULT_BATCH_ROWS
     whole = math.ceil(train.num_train_epochs)
     steps = Steps(rows, size, num_epochs=whole, max_steps=train.max_steps, **options)
@@ -96,17 +112,25 @@ def make_plan(rows: Dataset, train: TrainSection, shuffle: bool) -> Plan:
         sum(lengths[int(n)] for n in part) for i in range(min(len(steps), per_epoch)) for part in steps.row_indices(i)
     ]
     return Plan(
-        steps, warmup_steps(train, len(steps)), len(steps) / per_epoch, per_epoch, size, train.gradient_accumulation_steps,
-        round(sum(micro) / min(len(steps), per_epoch)), max(micro),
-    )  # fmt: skip
+        steps,
+        warmup_steps(train, len(steps)),
+        len(steps) / per_epoch,
+        per_epoch,
+        size,
+        train.gradient_accumulation_steps,
+        round(sum(micro) / min(len(steps), per_epoch)),
+        max(micro),
+    )
 
 
 def warmup_steps(train: TrainSection, total: int) -> int:
     """The number of warm-up steps; without a setting 3 % of the run.  Raises ConfigError if it is the whole run."""
     if train.warmup_steps is not None:
         if train.warmup_steps >= total:
-            raise ConfigError(f"train.warmup_steps is {train.warmup_steps} and the run has {total} steps; expected fewer "
-                              "warm-up steps than steps. Lower train.warmup_steps.")  # fmt: skip
+            raise ConfigError(
+                f"train.warmup_steps is {train.warmup_steps} and the run has {total} steps; expected fewer "
+                "warm-up steps than steps. Lower train.warmup_steps."
+            )
         return train.warmup_steps
     ratio = 0.03 if train.warmup_ratio is None else train.warmup_ratio
     return math.ceil(ratio * total - 1e-9)

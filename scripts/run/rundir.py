@@ -57,7 +57,7 @@ class RunDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this process: two runs in one would mix their files.  Raises ConfigError if it is held."""
+        """Hold the directory: two runs would mix their files.  Raises ConfigError if another process holds it."""
         try:
             import fcntl
         except ImportError:  # Windows: no advisory locks of this kind
@@ -69,8 +69,8 @@ class RunDir:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ConfigError(
-                    f"output_dir {self.path} is in use by another process at this moment; expected a folder of its own. "
-                    "Wait for it to end, or use another output_dir."
+                    f"output_dir {self.path} is in use by another process at this moment; "
+                    "expected a folder of its own. Wait for it to end, or use another output_dir."
                 ) from None
             yield
 

@@ -86,25 +86,37 @@ class Session:
         part, screen = self.interval, self.open_screen()
         speed = part.tokens / max(part.seconds, 1e-9)
         epoch = round(report.step / self.steps_per_epoch, 4)
-        self.run.append(self.run.metrics, {
-            "step": report.step, "epoch": epoch, "loss": part.loss, "lr": report.lr, "grad_norm": report.grad_norm,
-            "tokens": part.tokens, "trained_tokens": part.n_labelled, "time_s": round(self.elapsed_s(), 3),
-            "tokens_per_s": round(speed, 1), "memory_bytes": rss_bytes(),
-        })  # fmt: skip
+        self.run.append(
+            self.run.metrics,
+            {
+                "step": report.step,
+                "epoch": epoch,
+                "loss": part.loss,
+                "lr": report.lr,
+                "grad_norm": report.grad_norm,
+                "tokens": part.tokens,
+                "trained_tokens": part.n_labelled,
+                "time_s": round(self.elapsed_s(), 3),
+                "tokens_per_s": round(speed, 1),
+                "memory_bytes": rss_bytes(),
+            },
+        )
         screen.line(
-            f"step {report.step:>5}/{self.total}  loss {part.loss:.4f}  lr {report.lr:.2e}  grad {report.grad_norm:.3f}  "
-            f"{speed:,.0f} tok/s  {size(rss_bytes())}  eta {clock(screen.eta_s())}"
+            f"step {report.step:>5}/{self.total}  loss {part.loss:.4f}  lr {report.lr:.2e}  "
+            f"grad {report.grad_norm:.3f}  {speed:,.0f} tok/s  {size(rss_bytes())}  eta {clock(screen.eta_s())}"
         )
         self.interval = Interval()
 
     def run_evaluation(self, step: int) -> None:
-        """Validation loss; the best adapter so far goes to adapter/; samples.  Raises DivergedError if it is not finite."""
+        """Validation loss; the best adapter so far goes to adapter/; samples.  Raises DivergedError unless finite."""
         assert self.evaluate is not None
         began = time.perf_counter()
         result = self.evaluate()
         if not math.isfinite(result.loss):
-            raise DivergedError(f"the validation loss is {result.loss} at step {step}; expected a finite number. "
-                                "Lower train.learning_rate, or add warm-up steps.")  # fmt: skip
+            raise DivergedError(
+                f"the validation loss is {result.loss} at step {step}; expected a finite number. "
+                "Lower train.learning_rate, or add warm-up steps."
+            )
         better = step > 0 and (self.best is None or result.loss < self.best["val_loss"])
         if step == 0:
             self.first_loss = result.loss
@@ -114,10 +126,16 @@ class Session:
         else:
             self.waited += 1
         self.last_loss = result.loss
-        self.run.append(self.run.metrics, {
-            "step": step, "val_loss": result.loss, "val_ppl": min(result.perplexity, 1e300), "best": better,
-            "time_s": round(time.perf_counter() - began, 3),
-        })  # fmt: skip
+        self.run.append(
+            self.run.metrics,
+            {
+                "step": step,
+                "val_loss": result.loss,
+                "val_ppl": min(result.perplexity, 1e300),
+                "best": better,
+                "time_s": round(time.perf_counter() - began, 3),
+            },
+        )
         line = f"step {step:>5}  val loss {result.loss:.4f}  ppl {result.perplexity:.2f}"
         if step == 0:
             print(f"step 0   val loss {result.loss:.3f}  ppl {result.perplexity:.2f}   (base model, before training)")
@@ -139,10 +157,17 @@ class Session:
         """Write a checkpoint that continues exactly here, then delete the oldest beyond save_total_limit."""
         path = self.run.checkpoint(self.state.step, self.state.micro)
         extra = {
-            "fingerprint": self.fingerprint, "started": self.started, "interval": self.interval.to_dict(), "best": self.best,
-            "first_loss": self.first_loss, "last_loss": self.last_loss, "waited": self.waited,
-            "sizes": self.run.sizes(), "elapsed_s": self.elapsed_s(), "total": self.total,
-        }  # fmt: skip
+            "fingerprint": self.fingerprint,
+            "started": self.started,
+            "interval": self.interval.to_dict(),
+            "best": self.best,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "waited": self.waited,
+            "sizes": self.run.sizes(),
+            "elapsed_s": self.elapsed_s(),
+            "total": self.total,
+        }
         save_training_state(path, self.model, self.optimizer, self.state, extra)
         self.run.prune(self.config.output.save_total_limit)
         return path
@@ -177,8 +202,10 @@ class Session:
         lines = []
         if self.best is not None and self.first_loss is not None:
             change = self.best["val_loss"] - self.first_loss
-            lines.append(f"best     step {self.best['step']}  val loss {self.best['val_loss']:.4f}  "
-                         f"({change:+.4f} from {self.first_loss:.4f} at step 0)")  # fmt: skip
+            lines.append(
+                f"best     step {self.best['step']}  val loss {self.best['val_loss']:.4f}  "
+                f"({change:+.4f} from {self.first_loss:.4f} at step 0)"
+            )
             if change >= 0:
                 lines.append("         the adapter is no better than the base model on the validation rows")
         if self.stopped_early:

@@ -1,4 +1,4 @@
-"""Tokens to text on the terminal while they come: a character may need several tokens, so text waits until it is whole."""
+"""Tokens to text on the terminal as they come: a character may need several tokens, so text waits until it is whole."""
 
 from __future__ import annotations
 

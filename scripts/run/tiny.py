@@ -32,12 +32,26 @@ def write_tiny_model(directory: Path, *, seed: int = 0, hidden: int = 128, layer
     _write_tokenizer(directory, vocabulary)
     heads, head_dim = 4, hidden // 4
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": len(vocabulary), "hidden_size": hidden,
-        "intermediate_size": 2 * hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2, "head_dim": head_dim, "hidden_act": "silu", "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": SPECIAL.index("<|end|>"), "torch_dtype": "float32",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(vocabulary),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": SPECIAL.index("<|end|>"),
+        "torch_dtype": "float32",
+    }
     atomic_write(directory / "config.json", json.dumps(config, indent=2) + "\n")
     save_file(_weights(config, Generator(seed)), directory / "model.safetensors")
 
@@ -74,9 +88,14 @@ def _write_tokenizer(directory: Path, vocabulary: list[str]) -> None:
     backend.add_special_tokens(list(SPECIAL))
     atomic_write(directory / "tokenizer.json", backend.to_str(pretty=True))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|end|>", "pad_token": "<pad>",
-        "add_bos_token": False, "add_eos_token": False, "chat_template": CHAT_TEMPLATE,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<|end|>",
+        "pad_token": "<pad>",
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
     atomic_write(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 

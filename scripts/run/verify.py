@@ -15,7 +15,7 @@ from peft_core.tape import no_grad
 from transformer.load import from_pretrained
 
 ROWS, LENGTH = 2, 24
-# Largest ||difference|| / ||logits||, by the dtype that the weights were rounded to: about ten times what rounding does.
+# Largest ||difference|| / ||logits||, by the dtype that the weights were rounded to: some ten times what rounding does.
 LIMITS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
 
 
@@ -56,9 +56,11 @@ def _judge(plain: np.ndarray, tuned: np.ndarray, result: np.ndarray, limit: floa
     error, effect = float(np.linalg.norm(result - tuned)), float(np.linalg.norm(tuned - plain))
     relative = error / max(float(np.linalg.norm(tuned)), 1e-30)
     facts = f"logits differ by {relative:.1e} of their size (limit {limit:.0e}), the adapter moves them by {effect:.3g}"
-    # A merge that did nothing may differ less than rounding does, so the difference must also be small beside the effect.
+    # A merge that did nothing may differ less than rounding does: the difference must be small beside the effect too.
     idle = lost < 0.1 and error > 0.5 * effect + 1e-6 * float(np.linalg.norm(tuned))
     if not np.isfinite(relative) or relative > limit or idle:
-        raise ExportError(f"the exported result does not compute what base and adapter do: {facts}; nothing was written. "
-                          "Expected the same up to rounding. Try --dtype float32; if that fails too, it is a bug.")  # fmt: skip
+        raise ExportError(
+            f"the exported result does not compute what base and adapter do: {facts}; nothing was written. "
+            "Expected the same up to rounding. Try --dtype float32; if that fails too, it is a bug."
+        )
     return facts

@@ -44,25 +44,43 @@ def test_numbers_as_toml_reads_them(load):
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ("[train]\ngradient_accumulation_step = 4\n",
-         "a.toml:8: unknown key 'train.gradient_accumulation_step'. Did you mean 'gradient_accumulation_steps'?"),
-        ("[train]\nlearning_rate = 'fast'\n",
-         "a.toml:8: train.learning_rate is 'fast'; expected a positive number such as 2e-4."),
-        ("[train]\nmax_seq_lenght = 3\n", "a.toml:8: unknown key 'train.max_seq_lenght'. Did you mean 'data.max_seq_length'?"),
+        (
+            "[train]\ngradient_accumulation_step = 4\n",
+            "a.toml:8: unknown key 'train.gradient_accumulation_step'. Did you mean 'gradient_accumulation_steps'?",
+        ),
+        (
+            "[train]\nlearning_rate = 'fast'\n",
+            "a.toml:8: train.learning_rate is 'fast'; expected a positive number such as 2e-4.",
+        ),
+        (
+            "[train]\nmax_seq_lenght = 3\n",
+            "a.toml:8: unknown key 'train.max_seq_lenght'. Did you mean 'data.max_seq_length'?",
+        ),
         ("[trian]\nx = 3\n", "a.toml:7: unknown key 'trian'. Did you mean 'train'?"),
         ("[eval]\nzzz = 3\n", "a.toml:8: unknown key 'eval.zzz'. Known in [eval]: eval_steps early_stopping_patience"),
-        ("[train]\nbatch_size = true\n", "a.toml:8: train.batch_size is True; expected a positive whole number of rows"),
+        (
+            "[train]\nbatch_size = true\n",
+            "a.toml:8: train.batch_size is True; expected a positive whole number of rows",
+        ),
         ("[train]\nlearning_rate = nan\n", "train.learning_rate is nan; expected a positive number such as 2e-4."),
         ("[lora]\ntarget_modules = ['a', 3]\n", "lora.target_modules is ['a', 3]; expected \"all-linear\" or a list"),
-        ("[lora]\nrank_pattern = { a = 'b' }\n", "lora.rank_pattern is {'a': 'b'}; expected a table from pattern to rank"),
-        ("[train]\nbatch_size = 2\nmax_tokens_per_step = 9\n",
-         "a.toml:9: train.batch_size and train.max_tokens_per_step are both set; expected one of them."),
+        (
+            "[lora]\nrank_pattern = { a = 'b' }\n",
+            "lora.rank_pattern is {'a': 'b'}; expected a table from pattern to rank",
+        ),
+        (
+            "[train]\nbatch_size = 2\nmax_tokens_per_step = 9\n",
+            "a.toml:9: train.batch_size and train.max_tokens_per_step are both set; expected one of them.",
+        ),
         ("[train]\nwarmup_ratio = 0.1\nwarmup_steps = 9\n", "train.warmup_ratio and train.warmup_steps are both set"),
-        ("[eval]\nearly_stopping_patience = 3\n", "a.toml:8: eval.early_stopping_patience is set without validation rows"),
+        (
+            "[eval]\nearly_stopping_patience = 3\n",
+            "a.toml:8: eval.early_stopping_patience is set without validation rows",
+        ),
         ("[train]\nlr = 1e-4\nlearning_rate = 1e-3\n", "a.toml:8: train.learning_rate is given twice (train.lr)"),
         ("x = \n", "a.toml: not valid TOML (Invalid value (at line 7, column 5)); expected lines such as"),
     ],
-)  # fmt: skip
+)
 def test_error_texts(load, extra, text):
     assert text in error_of(load, extra)
 
@@ -132,7 +150,8 @@ def test_a_switched_off_setting_that_is_not_built_is_accepted(load):
 
 def test_resolved_text_reads_back_equal(load, tmp_path):
     config = load(
-        "[lora]\nrank_pattern = { 'a.*\"b' = 3 }\n[eval]\nsample_prompts = ['a\\nb\"é', '\u2028']\n[data.columns]\nx = 'y'\n"
+        "[lora]\nrank_pattern = { 'a.*\"b' = 3 }\n[eval]\nsample_prompts = ['a\\nb\"é', '\u2028']\n"
+        "[data.columns]\nx = 'y'\n"
     )
     text = to_toml(config)
     assert build_config(tomllib.loads(text)) == config

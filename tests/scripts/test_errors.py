@@ -26,12 +26,17 @@ def check(done, code: int, *texts: str) -> None:
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
-        (core.ConfigError("x"), "config error", 2), (core.DataError("x"), "data error", 3), (core.FileError("x"), "file error", 4),
-        (core.ModelError("x"), "model error", 4), (core.AdapterError("x"), "adapter error", 4),
-        (core.OutOfMemoryError("x"), "out of memory", 5), (MemoryError("x"), "out of memory", 5),
-        (core.DivergedError("x"), "diverged", 6), (core.ExportError("x"), "export error", 7),
+        (core.ConfigError("x"), "config error", 2),
+        (core.DataError("x"), "data error", 3),
+        (core.FileError("x"), "file error", 4),
+        (core.ModelError("x"), "model error", 4),
+        (core.AdapterError("x"), "adapter error", 4),
+        (core.OutOfMemoryError("x"), "out of memory", 5),
+        (MemoryError("x"), "out of memory", 5),
+        (core.DivergedError("x"), "diverged", 6),
+        (core.ExportError("x"), "export error", 7),
     ],
-)  # fmt: skip
+)
 def test_each_class_has_its_code(error, kind, code, capsys):
     def page(argv):
         raise error
@@ -76,8 +81,13 @@ def test_unknown_key(lab):
 
 def test_targets_that_match_nothing(lab):
     done = lab.finetune(lora={"target_modules": ["query_key_value"]})
-    check(done, 2, "config error: lora.target_modules ['query_key_value'] matches no linear layer of LlamaForCausalLM",
-          "q_proj", "down_proj")  # fmt: skip
+    check(
+        done,
+        2,
+        "config error: lora.target_modules ['query_key_value'] matches no linear layer of LlamaForCausalLM",
+        "q_proj",
+        "down_proj",
+    )
     assert not lab.run_dir.exists()
 
 
@@ -227,9 +237,14 @@ def test_out_of_memory(lab, monkeypatch):
     monkeypatch.setattr(run.job.Job, "loss", staticmethod(loss))
     done = lab.finetune()
     last = lab.run_dir / "checkpoints" / "step-2"
-    check(done, 5, "out of memory at step 4 (Unable to allocate 9 GiB", f"Last good checkpoint: {last}. Try, in this order: "
-          "train.gradient_checkpointing=true (estimate", "train.batch_size=1 train.gradient_accumulation_steps=4",
-          "data.max_seq_length=1024")  # fmt: skip
+    check(
+        done,
+        5,
+        "out of memory at step 4 (Unable to allocate 9 GiB",
+        f"Last good checkpoint: {last}. Try, in this order: train.gradient_checkpointing=true (estimate",
+        "train.batch_size=1 train.gradient_accumulation_steps=4",
+        "data.max_seq_length=1024",
+    )
     assert done.err.startswith("out of memory at step 4")
 
 

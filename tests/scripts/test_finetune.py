@@ -1,6 +1,7 @@
 """The page from config to adapter, in-process on a one-layer model."""
 
 import json
+import shlex
 import tomllib
 
 import numpy as np
@@ -17,8 +18,15 @@ def test_a_run_writes_everything_and_the_loss_falls(lab):
     )
     assert done.code == 0, done.err
     names = {p.name for p in lab.run_dir.iterdir()}
-    assert names >= {"config.resolved.toml", "metrics.jsonl", "samples.jsonl", "preflight.json", "checkpoints", "adapter",
-                     "adapter_last"}  # fmt: skip
+    assert names >= {
+        "config.resolved.toml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "preflight.json",
+        "checkpoints",
+        "adapter",
+        "adapter_last",
+    }
     records = lab.records()
     losses = [r["loss"] for r in records if "loss" in r]
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
@@ -31,6 +39,11 @@ def test_a_run_writes_everything_and_the_loss_falls(lab):
         assert any(line.startswith(word) for line in done.out.splitlines()), word
     assert done.out.count("scripts/") == 2 and "vllm serve" in done.out  # three commands to paste
     assert ">>" in done.out and "<<" in done.out
+    words = shlex.split(next(line for line in done.out.splitlines() if "scripts/generate.py" in line))
+    assert words[-1] == "count on from 9 to 12 please"
+    assert lab.run("generate", *words[2:]).code == 0  # the printed command runs
+    words = shlex.split(next(line for line in done.out.splitlines() if "scripts/export.py" in line))
+    assert lab.run("export", *words[2:]).code == 0
 
 
 def test_the_adapter_is_in_pefts_layout_with_the_tokenizer(lab):
@@ -38,8 +51,12 @@ def test_the_adapter_is_in_pefts_layout_with_the_tokenizer(lab):
     for name in ("adapter", "adapter_last"):
         folder = lab.run_dir / name
         assert {p.name for p in folder.iterdir()} == {
-            "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json",
-            "tokenizer_config.json"}  # fmt: skip
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "chat_template.jinja",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
     tensors = load_file(lab.run_dir / "adapter" / "adapter_model.safetensors")
     assert tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"].shape == (4, 64)
     assert all(t.dtype == np.float32 for t in tensors.values()) and len(tensors) == 14
@@ -64,8 +81,10 @@ def test_the_best_adapter_is_that_of_the_lowest_validation_loss(lab):
 
 
 def test_early_stopping(lab):
-    done = lab.finetune(train={"max_steps": 30, "learning_rate": 2.0, "lr_scheduler_type": "constant"},
-                        eval={"eval_steps": 1, "early_stopping_patience": 2})  # fmt: skip
+    done = lab.finetune(
+        train={"max_steps": 30, "learning_rate": 2.0, "lr_scheduler_type": "constant"},
+        eval={"eval_steps": 1, "early_stopping_patience": 2},
+    )
     assert done.code == 0, done.err
     steps = [r["step"] for r in lab.records() if "val_loss" in r]
     best = [r["step"] for r in lab.records() if r.get("best")][-1]
@@ -91,18 +110,25 @@ def test_accumulation_changes_rounding_only(lab):
         lab.finetune(train={"batch_size": 4, "gradient_accumulation_steps": 1}, output={"output_dir": str(split)}).code
         == 0
     )
-    pairs = zip(
-        [r["loss"] for r in lab.records() if "loss" in r], [r["loss"] for r in lab.records(split) if "loss" in r]
-    )
-    assert all(abs(a - b) < 1e-4 for a, b in pairs)
+    one, other = ([r["loss"] for r in lab.records(folder) if "loss" in r] for folder in (lab.run_dir, split))
+    assert one == pytest.approx(other, abs=1e-4) and len(one) == 3
 
 
-@pytest.mark.parametrize("sections", [
-    {"train": {"gradient_checkpointing": True}}, {"lora": {"lora_dropout": 0.1}}, {"model": {"dtype": "bfloat16"}},
-    {"train": {"batch_size": None, "max_tokens_per_step": 60}}, {"train": {"max_steps": None, "num_train_epochs": 0.5}},
-    {"data": {"val_path": None, "val_size": 0.25}}, {"lora": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}},
-    {"model": {"compute_dtype": "bfloat16"}}, {"train": {"max_grad_norm": 0}},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"gradient_checkpointing": True}},
+        {"lora": {"lora_dropout": 0.1}},
+        {"model": {"dtype": "bfloat16"}},
+        {"train": {"batch_size": None, "max_tokens_per_step": 60}},
+        {"train": {"max_steps": None, "num_train_epochs": 0.5}},
+        {"data": {"val_path": None, "val_size": 0.25}},
+        {"lora": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}},
+        {"model": {"compute_dtype": "bfloat16"}},
+        {"train": {"max_grad_norm": 0}},
+    ],
+    ids=str,
+)
 def test_settings_run(lab, sections):
     done = lab.finetune(**sections)
     assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""A stopped run continues bit for bit: in a new process, in the middle of an epoch and of an accumulation, dropout on."""
+"""A stopped run continues bit for bit: a new process, in mid-epoch and mid-accumulation, dropout on."""
 
 import json
 import os
@@ -173,6 +173,15 @@ def test_resume_with_another_base(lab):
     file.write_bytes(bytes(data))
     done = lab.finetune("--resume")
     assert done.code == 3 and "the base weights are not those" in done.err
+
+
+def test_resume_needs_only_the_run(lab, whole, monkeypatch):
+    for where in (lab.run_dir, lab.run_dir / "checkpoints" / "step-7.micro-2"):
+        with monkeypatch.context() as patch:
+            stop_after(patch, 30)
+            assert lab.finetune("--overwrite", **EXACT).code == 130
+        assert lab.run("finetune", "--resume", where).code == 0
+        assert result(lab, lab.run_dir) == whole
 
 
 def test_resume_without_a_checkpoint(lab):

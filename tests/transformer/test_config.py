@@ -111,3 +111,8 @@ def test_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     config = ModelConfig.from_pretrained(tmp_path)
     assert config.rope_theta == 500.0 and config.name_or_path == str(tmp_path)
+
+
+def test_dropout_in_attention_is_not_ignored_in_silence():
+    with pytest.warns(UserWarning, match=r"attention_dropout 0\.1 is not applied; training runs without"):
+        ModelConfig.from_dict(tiny_config(attention_dropout=0.1), "config.json")
