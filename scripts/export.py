@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from run.base import find_base
-from run.errors import run_page
-from run.verify import verify_adapter, verify_merged
-
 from adapters import LoraConfig, export_canonical, merge_directory
 from peft_core.errors import ConfigError
 from peft_core.files import atomic_dir
+from run.base import find_base
+from run.errors import run_page
+from run.verify import verify_adapter, verify_merged
 
 
 def page(argv: Sequence[str]) -> int:

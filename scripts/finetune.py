@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from peft_core.errors import ConfigError
 from run.config import RunConfig
 from run.config_file import load_config, to_toml
 from run.errors import run_page
@@ -19,8 +20,6 @@ from run.job import Job
 from run.quickstart import quickstart_config
 from run.rundir import RunDir
 from run.signals import StopRequest
-
-from peft_core.errors import ConfigError
 
 
 def page(argv: Sequence[str]) -> int:

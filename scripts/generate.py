@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from adapters import load_adapter, set_active
+from peft_core.errors import ConfigError
 from run import base
 from run.errors import run_page
 from run.stream import Stream
-
-from adapters import load_adapter, set_active
-from peft_core.errors import ConfigError
 from transformer.generate import generate
 from transformer.load import from_pretrained
 from transformer.tokenizer import Tokenizer

@@ -11,9 +11,9 @@ from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
-from transformer.batch import Batch
 
 from peft_core.errors import ConfigError, expect
+from transformer.batch import Batch
 
 Rows = Sequence[tuple[Any, Any]]
 Order = npt.NDArray[np.int64]

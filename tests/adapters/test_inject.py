@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
-from support.adapter_models import TinyModel, logits, randomize, snapshot
 
 from adapters import LoraConfig, LoraLinear, set_active
 from adapters.inject import active_adapters, adapter_names, inject, lora_layers
 from peft_core.errors import ConfigError
 from peft_core.optim import AdamW
 from peft_core.random import Generator
+from support.adapter_models import TinyModel, logits, randomize, snapshot
 
 CONFIG = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 

@@ -4,13 +4,13 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from support.adapter_models import TinyModel, logits, randomize
 
 from adapters import LoraConfig, export_canonical, load_adapter, lora_layers, read_adapter, save_adapter
 from adapters.inject import inject
 from adapters.io import uniform_prefix, write_adapter
 from peft_core.errors import AdapterError
 from peft_core.safetensors_io import SafeFile, load_file, save_file
+from support.adapter_models import TinyModel, logits, randomize
 
 WEIGHTS = "adapter_model.safetensors"
 

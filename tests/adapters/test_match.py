@@ -1,10 +1,10 @@
 import pytest
-from support.adapter_models import TinyModel
 
 from adapters import LoraConfig, match_modules
 from adapters.inject import inject
 from adapters.match import layer_index
 from peft_core.errors import ConfigError
+from support.adapter_models import TinyModel
 
 Q = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
 ALL = [f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.q_proj", "self_attn.k_proj", "down_proj")]

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
-from support.adapter_models import TinyModel, logits, randomize, snapshot
 
 from adapters import LoraConfig, LoraLinear, set_active
 from adapters.inject import inject, lora_layers
 from adapters.merge import merge
 from peft_core.errors import AdapterError, ConfigError
+from support.adapter_models import TinyModel, logits, randomize, snapshot
 
 CONFIG = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"])
 

@@ -3,13 +3,13 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from support.adapter_models import TinyModel, logits, randomize
 
 from adapters import LoraConfig, get_peft_model, merge_directory, merge_stream
 from adapters.merge import merge
 from adapters.merge_stream import parse_size, read_base
 from peft_core.errors import AdapterError, ConfigError, ExportError, FileError, ModelError
 from peft_core.safetensors_io import load_file, save_file
+from support.adapter_models import TinyModel, logits, randomize
 
 CONFIG = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"]}
 

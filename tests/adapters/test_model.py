@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from support.adapter_models import TinyModel, logits, randomize
 
 from adapters import LoraConfig, PeftModel, get_peft_model
 from peft_core.errors import AdapterError, ConfigError
+from support.adapter_models import TinyModel, logits, randomize
 
 CONFIG = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
 

@@ -5,10 +5,10 @@ import warnings
 
 import numpy as np
 import pytest
-from support.llama_reference import batch, distance, make_llama, our_logits, peft_model, torch_logits
 
 from adapters import LoraConfig, PeftModel, export_canonical, get_peft_model, lora_layers, merge_directory
 from peft_core.random import Generator
+from support.llama_reference import batch, distance, make_llama, our_logits, peft_model, torch_logits
 
 pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default::FutureWarning:transformers")]
 pytest.importorskip("torch")

@@ -5,11 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
-from support.tiny_models import LLAMA3, padded, ragged_rows, write_tiny
 
 import transformer.attention
 from peft_core import Tensor, no_grad
 from peft_core.dtypes import as_dtype
+from support.tiny_models import LLAMA3, padded, ragged_rows, write_tiny
 from transformer import from_pretrained, generate, save_pretrained
 from transformer.batch import Batch
 from transformer.config import RopeConfig

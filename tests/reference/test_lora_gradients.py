@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from support.llama_reference import batch, distance, make_llama, peft_model
 
 from adapters import PeftModel, lora_layers
 from peft_core.optim import AdamW
+from support.llama_reference import batch, distance, make_llama, peft_model
 
 pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default::FutureWarning:transformers")]
 torch = pytest.importorskip("torch")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from run.tiny import tiny_rows, write_rows, write_tiny_model
 
 

@@ -4,11 +4,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from peft_core.errors import ConfigError
 from run.config import SECTIONS, RunConfig
 from run.config_file import build_config, load_config, parse_override, to_toml
 from run.names import ALIASES, NOT_YET
-
-from peft_core.errors import ConfigError
 
 BASE = '[model]\npath = "m"\n[data]\npath = "d"\n[output]\noutput_dir = "o"\n'
 

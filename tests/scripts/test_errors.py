@@ -5,11 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
-from run import errors
-from run.tiny import tiny_rows
 
 from peft_core import errors as core
 from peft_core.safetensors_io import load_file, save_file
+from run import errors
+from run.tiny import tiny_rows
 
 
 def check(done, code: int, *texts: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from run.base import load_tokenizer
 from run.stream import Stream
 

@@ -4,13 +4,13 @@ from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
+
+from peft_core.backend import as_device
+from peft_core.errors import ConfigError
 from run import preflight
 from run.base import compute_dtype, load_tokenizer, lora_config, prompt_ids, stop_ids
 from run.config import DataSection, LoraSection, ModelSection, TrainSection
 from run.rows import load_rows, make_plan, warmup_steps
-
-from peft_core.backend import as_device
-from peft_core.errors import ConfigError
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+
 from run.errors import Interrupted
 from run.progress import Interval, Screen, clock, count, size
 from run.rundir import RunDir, next_numbered, read_jsonl

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import cases
-from support.cases import Case
 
 from peft_core import op
 from peft_core.kernels import formula
+from support import cases
+from support.cases import Case
 
 
 def normal(rng: np.random.Generator) -> list:

@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
-from support.tiny_models import LLAMA3, tiny_config
 
 from peft_core.errors import ModelError
+from support.tiny_models import LLAMA3, tiny_config
 from transformer.config import ModelConfig, RopeConfig
 
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from support.tiny_tokenizer import CHATML, write_tokenizer
 
 from peft_core.errors import ConfigError, DataError
+from support.tiny_tokenizer import CHATML, write_tokenizer
 from transformer.data import load_dataset
 from transformer.tokenizer import AutoTokenizer
 

@@ -5,11 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
-from support.tiny_models import LLAMA3, ragged_rows, tiny_config, tiny_tensors, write_tiny, write_weights
 
 from peft_core.errors import ConfigError, ExportError
 from peft_core.nn import Linear, Module
 from peft_core.safetensors_io import load_file
+from support.tiny_models import LLAMA3, ragged_rows, tiny_config, tiny_tensors, write_tiny, write_weights
 from transformer import from_pretrained, save_pretrained
 from transformer.load import Checkpoint
 

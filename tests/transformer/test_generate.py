@@ -4,9 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from support.tiny_models import padded, ragged_rows, write_tiny
 
 from peft_core.errors import ConfigError, DataError
+from support.tiny_models import padded, ragged_rows, write_tiny
 from transformer import from_pretrained, generate
 from transformer.generate import probabilities
 

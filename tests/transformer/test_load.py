@@ -5,10 +5,10 @@ import re
 
 import numpy as np
 import pytest
-from support.tiny_models import ragged_rows, tiny_config, tiny_tensors, write_tiny, write_weights
 
 from peft_core.dtypes import as_dtype, bfloat16
 from peft_core.errors import FileError, ModelError
+from support.tiny_models import ragged_rows, tiny_config, tiny_tensors, write_tiny, write_weights
 from transformer import AutoModelForCausalLM, from_pretrained
 from transformer.load import checkpoint_files
 

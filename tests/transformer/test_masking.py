@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.tiny_tokenizer import CHATML, write_tokenizer
 
 from peft_core.errors import ConfigError, DataError
+from support.tiny_tokenizer import CHATML, write_tokenizer
 from transformer.masking import encode_rows
 from transformer.rows import ChatRow, PromptRow, TextRow, TokenRow
 from transformer.tokenizer import AutoTokenizer

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tiny_models import LLAMA3, padded, ragged_rows, tiny_tensors, write_tiny
 
 from peft_core import Tensor, autocast, no_grad
 from peft_core.errors import DataError
 from peft_core.nn import Linear, Module
+from support.tiny_models import LLAMA3, padded, ragged_rows, tiny_tensors, write_tiny
 from transformer import from_pretrained
 from transformer.batch import Batch
 from transformer.cache import KVCache

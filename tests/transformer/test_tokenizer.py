@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 import tokenizers
-from support.tiny_tokenizer import CHATML, write_tokenizer
 
 from peft_core.errors import ConfigError, DataError, FileError
+from support.tiny_tokenizer import CHATML, write_tokenizer
 from transformer.tokenizer import AutoTokenizer
 
 TEXTS = ("Hello, how are you?", "", "  two  spaces ", "é 🙂 你好\n\n", "<|im_start|>user\nhi<|im_end|>", "a<s>b")

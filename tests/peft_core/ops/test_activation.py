@@ -3,10 +3,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cases import Case, every
 
 from peft_core import Tensor, ops
 from peft_core.ops import activation
+from support.cases import Case, every
 
 _erf = np.vectorize(math.erf, otypes=[float])
 

@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from support.cases import Case, every, relative_error
 
 from peft_core import Tensor, autocast, bfloat16, no_grad
 from peft_core.kernels import use_kernels
 from peft_core.ops.attention import BLOCK, attention, slope_block, softmax_block
+from support.cases import Case, every, relative_error
 
 module = sys.modules["peft_core.ops.attention"]  # the package's face gives the function under that name
 

@@ -2,12 +2,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cases import Case, every
 
 from peft_core import get_num_threads, ops, set_num_threads
 from peft_core.kernels import use_kernels
 from peft_core.ops.dropout import _drop
 from peft_core.random import mix64
+from support.cases import Case, every
 
 KEY = 0xFEDCBA9876543210  # its sum with a position passes 2^63
 

@@ -2,10 +2,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cases import Case, every
 
 from peft_core import Tensor, ops
 from peft_core.dtypes import bfloat16, float32
+from support.cases import Case, every
 
 
 def normal(*shapes: tuple[int, ...]) -> Any:

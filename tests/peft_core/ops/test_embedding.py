@@ -2,11 +2,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cases import Case, every
 
 from peft_core import Tensor, ops
 from peft_core.dtypes import bfloat16
 from peft_core.errors import DataError
+from support.cases import Case, every
 
 IDS = np.array([2, 0, 2, 2, 4])
 CASES = [

@@ -2,10 +2,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cases import Case, every, reachable_arrays
 
 from peft_core import Tensor, autocast, ops
 from peft_core.dtypes import bfloat16, float32
+from support.cases import Case, every, reachable_arrays
 
 
 def normal(*shapes: tuple[int, ...]) -> Any:

@@ -3,11 +3,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from support.cases import Case, every, relative_error
 
 from peft_core import Tensor, autocast, bfloat16, no_grad
 from peft_core.kernels import use_kernels
 from peft_core.ops.loss import cross_entropy, cross_entropy_rows, head_loss
+from support.cases import Case, every, relative_error
 
 module = sys.modules["peft_core.ops.loss"]
 HALF, FULL = ("bfloat16", "float16"), ("float32", "float64")

@@ -2,10 +2,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cases import Case, every
 
 from peft_core import ops
 from peft_core.ops.rope import _rotate
+from support.cases import Case, every
 
 
 def inputs(rng: np.random.Generator) -> list:

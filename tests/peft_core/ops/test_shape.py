@@ -2,9 +2,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cases import Case, every
 
 from peft_core import Tensor, ops
+from support.cases import Case, every
 
 
 def normal(*shapes: tuple[int, ...]) -> Any:
