@@ -19,6 +19,7 @@ import numpy as np
 from ..backend import Array, xp_of
 from ..dtypes import accumulate_dtype
 from ..tape import op
+from . import projection_bf16
 from .activation import _swiglu_backward, _swiglu_forward
 from .common import into, rounded, widen
 from .linear import factor, product_dtype
@@ -119,6 +120,9 @@ def project(
     """
     group = list(members(tensors, layout, 3))
     dtype = product_dtype(x, group[0].w)
+    if projection_bf16.fits(x, norm, gated, group, dtype, needs):
+        y, vjp = projection_bf16.run(x.reshape(-1, x.shape[-1]), residual, norm, eps, gated, group, needs)
+        return y.reshape(*x.shape[:-1], y.shape[1]), vjp
     before = Norm(widen(norm), eps) if norm is not None else Gated() if gated else Plain()
     run = _Projection(before, group, dtype, needs)
     y = run.forward(x.reshape(-1, x.shape[-1]))  # (N, O)
