@@ -116,7 +116,9 @@ def _write_tile(fn: ir.Function, rows: int, columns: int) -> None:
     places = [b.gep(c, [b.add(b.mul(ldc, _int(i)), _int(j))]) for i in range(rows) for j in range(0, columns, 16)]
     places = [b.bitcast(p, _VF.as_pointer()) for p in places]
     entry = b.block
-    load, start, main, mid, tail, done = (b.append_basic_block(n) for n in ("load", "start", "main", "mid", "tail", "done"))
+    load, start, main, mid, tail, done = (
+        b.append_basic_block(n) for n in ("load", "start", "main", "mid", "tail", "done")
+    )
     b.cbranch(b.icmp_signed("!=", add, _int(0)), load, start)
     b.position_at_end(load)
     old = [_load(b, p) for p in places]

@@ -67,7 +67,7 @@ def only_the_backend_imports_cupy(path: str, source: str) -> list[str]:
 
 
 def numba_is_imported_late(path: str, source: str) -> list[str]:
-    """Importing the packages stays quick: numba costs 0.3 s, so only a function may import it, or one of NUMBA_MODULES."""
+    """Importing the packages stays quick: numba costs 0.3 s; only functions import it, or one of NUMBA_MODULES."""
     if path in NUMBA_MODULES:
         return []
     slow = {Path(module).stem for module in NUMBA_MODULES}

@@ -57,7 +57,7 @@ __all__ = [
     "abs", "add", "astype", "attention", "clip", "concatenate", "contiguous", "cos", "cross_entropy", "div", "dropout",
     "embedding", "eq", "exp", "expand", "flatten", "ge", "gelu", "getitem", "gt", "head_loss", "layer_norm", "le",
     "linear", "log", "log_softmax", "logsumexp", "low_rank", "lt", "masked_fill", "matmul", "max", "maximum", "mean",
-    "min", "minimum", "mul", "ne", "neg", "permute", "pow", "project", "relu", "reshape", "rms_norm", "rope", "rsqrt", "sigmoid",
-    "silu", "sin", "softmax", "split", "sqrt", "squeeze", "stack", "sub", "sum", "swiglu", "tanh", "to_device",
+    "min", "minimum", "mul", "ne", "neg", "permute", "pow", "project", "relu", "reshape", "rms_norm", "rope", "rsqrt",
+    "sigmoid", "silu", "sin", "softmax", "split", "sqrt", "squeeze", "stack", "sub", "sum", "swiglu", "tanh", "to_device",
     "transpose", "unsqueeze", "var", "where",
 ]  # fmt: skip
