@@ -49,13 +49,16 @@ class Attention(Module):
         """x (N, D), the residual stream -> x + attention(norm(x))."""
         n = x.shape[0]
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)  # (N, (H + 2 G) K)
-        heads = ops.reshape(qkv, shape=(n, -1, self.head_dim))  # (N, H + 2 G, K)
-        q, k, v = heads[:, : self.n_heads], heads[:, self.n_heads : -self.n_groups], heads[:, -self.n_groups :]
-        q, k = ops.rope(q, place.cos, place.sin), ops.rope(k, place.cos, place.sin)
         if place.cache is None:
-            o = ops.attention(q, k, v, cu_q=place.cu_seqlens, window=self.window)  # (N, H, K)
+            o = ops.rotary_attention(qkv, cos=place.cos, sin=place.sin, cu_seqlens=place.cu_seqlens,
+                                     n_heads=self.n_heads, n_kv_heads=self.n_groups, head_dim=self.head_dim,
+                                     window=self.window)  # (N, H K)  # fmt: skip
         else:
+            heads = ops.reshape(qkv, shape=(n, -1, self.head_dim))  # (N, H + 2 G, K)
+            q, k, v = heads[:, : self.n_heads], heads[:, self.n_heads : -self.n_groups], heads[:, -self.n_groups :]
+            q, k = ops.rope(q, place.cos, place.sin), ops.rope(k, place.cos, place.sin)
             keys, values = place.cache.put(self.layer, place.slots, k, v)  # (S, G, K)
             o = ops.attention(q, keys, values, cu_q=place.cu_seqlens, cu_k=place.cache.starts,
-                              k_lengths=place.k_lengths, window=self.window)  # fmt: skip
-        return project(ops.reshape(o, shape=(n, -1)), self.o_proj, residual=x)
+                              k_lengths=place.k_lengths, window=self.window)  # (N, H, K)  # fmt: skip
+            o = ops.reshape(o, shape=(n, -1))
+        return project(o, self.o_proj, residual=x)
