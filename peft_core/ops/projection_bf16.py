@@ -231,7 +231,7 @@ class _Backward:
             out[0] = self._deliver(gx.reshape(*gy.shape[:-1], gx.shape[1]), acc)
         if self.needs[1]:
             out[1] = gy
-        self._terms(d_a.sum(axis=0).reshape(-1, wide)[:, :width] if wants_a else None, d_b, acc, out)
+        self._terms(d_a.reshape(n_threads, -1, wide)[:, :, :width].sum(axis=0) if wants_a else None, d_b, acc, out)
         return out
 
     def _gx(self, n_rows: int, acc: list) -> Array:
@@ -254,7 +254,6 @@ class _Backward:
 
     def _terms(self, d_a: Array | None, d_b: Array, acc: list, out: list) -> None:
         """dA and dB of each term, cut out of the sums over threads."""
-        total = d_b.sum(axis=0)
         terms = [term for m in self.group for term in m.terms]
         for (a, b, _, at), (m, row, rank, n) in zip(terms, self.ranks.places, strict=True):
             if d_a is not None and self.needs[at]:
@@ -262,5 +261,6 @@ class _Backward:
             if self.needs[at + 1]:
                 _, n_out, _, n_rank, _, first = self.ranks.mods[m]
                 wide = -(-n_out // _PANEL) * _PANEL
-                own = total[first : first + n_rank * wide].reshape(n_rank, wide)[rank : rank + n, :n_out]
+                own = d_b[:, first : first + n_rank * wide].reshape(len(d_b), n_rank, wide)
+                own = own[:, rank : rank + n, :n_out].sum(axis=0)  # the padding holds anything
                 out[at + 1] = into(acc[at + 1], np.ascontiguousarray(own.T).astype(b.dtype, copy=False))
