@@ -71,9 +71,9 @@ class GradScaler:
             return outputs
         self._used = True
         if isinstance(outputs, Tensor):
-            if outputs.ndim:
-                return outputs * self._scale
-            return ops.mul(outputs, Tensor(xp_of(outputs.data).asarray(self._scale, dtype=float32)))
+            with np.errstate(over="ignore"):  # what float16 cannot hold is found as infinite later
+                product = ops.mul(outputs, Tensor(xp_of(outputs.data).asarray(self._scale, dtype=float32)))
+                return product.to(outputs.dtype) if outputs.ndim else product
         if not isinstance(outputs, Iterable):
             raise TypeError(f"scale() got a {type(outputs).__name__}; expected a Tensor or an iterable of Tensors.")
         scaled = [self.scale(output) for output in outputs]

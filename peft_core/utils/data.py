@@ -7,6 +7,7 @@ copied or pickled, and a dataset may hold Tensors. Batches come in the order of 
 from __future__ import annotations
 
 import contextvars
+import functools
 import itertools
 import threading
 from collections import deque
@@ -287,8 +288,9 @@ class DataLoader:
             return self._fetch(number, indices)
 
         def submit(n: int) -> None:  # in this context: no_grad and autocast hold for workers too
-            for batch in itertools.islice(batches, n):
-                waiting.append(pool.submit(contextvars.copy_context().run, fetch, *batch))
+            for number, indices in itertools.islice(batches, n):
+                task = functools.partial(contextvars.copy_context().run, fetch, number, indices)
+                waiting.append(pool.submit(task))
 
         pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="DataLoader")
         waiting: deque[Future] = deque()
