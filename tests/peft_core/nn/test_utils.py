@@ -28,9 +28,7 @@ def test_the_norm_is_a_tensor():
 def test_norms_that_are_not_finite_or_not_the_second():
     a, b = given = params([3.0, math.inf], [4.0])
     assert clip_grad_norm_(given, 1.0).item() == math.inf and b.grad.item() == 4
-    with pytest.raises(
-        DivergedError, match=r"gradient norm is inf; expected a finite norm\. No gradient was changed"
-    ):
+    with pytest.raises(DivergedError, match=r"gradient norm is inf; expected a finite norm\. No gradient was changed"):
         clip_grad_norm_(given, 1.0, error_if_nonfinite=True)
     with pytest.raises(ConfigError, match=r"clip_grad_norm_\(norm_type=inf\) is not supported; expected 2"):
         clip_grad_norm_(given, 1.0, norm_type=math.inf)
