@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "scripts": {"peft_core", "transformer", "adapters", "run"},
 }
 LIBRARIES = {  # what each package may use besides the standard library
-    "peft_core": {"numpy", "ml_dtypes", "numba", "llvmlite", "cupy", "safetensors"},
+    "peft_core": {"numpy", "ml_dtypes", "numba", "llvmlite", "cupy", "safetensors", "threadpoolctl"},
     "transformer": {"numpy", "ml_dtypes", "tokenizers", "jinja2", "pyarrow"},
     "adapters": {"numpy"},
     "scripts": {"numpy", "pydantic", "tqdm", "tokenizers"},

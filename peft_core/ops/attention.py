@@ -16,6 +16,7 @@ import numpy as np
 
 from ..amp import compute_dtype
 from ..backend import Array, to_numpy, xp_of
+from ..blas import product
 from ..dtypes import accumulate_dtype, promote
 from ..kernels import formula
 from ..tape import op
@@ -217,11 +218,11 @@ def attend(
             at = slice(row.q0 + block.a, row.q0 + block.b)
             seen = slice(block.c, block.d)
             part = xp.empty((q.shape[1], block.b - block.a), work)  # (H, n)
-            s = _query_heads(q[at], groups, work) @ keys[:, seen].swapaxes(1, 2)  # (G, H/G * n, keys)
+            s = product(_query_heads(q[at], groups, work), keys[:, seen].swapaxes(1, 2))  # (G, H/G * n, keys)
             s = s.reshape(*part.shape, -1)  # (H, n, keys)
             softmax_block(s, part, scale, block.first, block.last)
             lse[:, at] = part
-            _put_query_heads(o, at, s.reshape(groups, -1, s.shape[-1]) @ values[:, seen])
+            _put_query_heads(o, at, product(s.reshape(groups, -1, s.shape[-1]), values[:, seen]))
     return o, lse
 
 
@@ -240,16 +241,16 @@ def attend_back(
             seen = slice(block.c, block.d)
             queries, up = _query_heads(q[at], groups, work), _query_heads(gy[at], groups, work)  # (G, H/G * n, K)
             below = xp.ascontiguousarray(lse[:, at])  # (H, n)
-            s = (queries @ keys[:, seen].swapaxes(1, 2)).reshape(*below.shape, -1)  # (H, n, keys)
-            ds = (up @ values[:, seen].swapaxes(1, 2)).reshape(s.shape)
+            s = product(queries, keys[:, seen].swapaxes(1, 2)).reshape(*below.shape, -1)  # (H, n, keys)
+            ds = product(up, values[:, seen].swapaxes(1, 2)).reshape(s.shape)
             slope_block(s, ds, below, scale, block.first, block.last)
             s, ds = (x.reshape(groups, -1, s.shape[-1]) for x in (s, ds))  # (G, H/G * n, keys)
             if dq is not None:
-                _put_query_heads(dq, at, ds @ keys[:, seen])
+                _put_query_heads(dq, at, product(ds, keys[:, seen]))
             if row_dk is not None:
-                row_dk[:, seen] += ds.swapaxes(1, 2) @ queries
+                row_dk[:, seen] += product(ds.swapaxes(1, 2), queries)
             if row_dv is not None:
-                row_dv[:, seen] += s.swapaxes(1, 2) @ up
+                row_dv[:, seen] += product(s.swapaxes(1, 2), up)
         for total, d in ((row_dk, dk), (row_dv, dv)):
             if total is not None and d is not None:
                 d[row.k0 : row.k0 + row.n_k] = total.swapaxes(0, 1)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..amp import compute_dtype
 from ..backend import Array, xp_of
+from ..blas import product
 from ..dtypes import accumulate_dtype, bfloat16, promote
 from ..kernels import formula
 from ..tape import op
@@ -157,7 +158,7 @@ def head_loss(
         x = h[rows[part]].astype(dtype, copy=False).astype(work, copy=False)  # (m, D)
         z = logits[: len(x)]
         for at, panel in _panels(w, dtype, work):
-            xp.matmul(x, panel.T, out=z[:, at])
+            product(x, panel.T, out=z[:, at])
         cross_entropy_rows(z, targets[rows[part]], losses[part], ignore_index, gh is not None or gw is not None)
         if gh is not None or gw is not None:
             _send_back(z, x, w, dtype, None if gh is None else gh[part], gw)
@@ -180,9 +181,9 @@ def _send_back(z: Array, x: Array, w: Array, dtype: np.dtype, gh: Array | None, 
     if gh is not None:
         gh[...] = 0
         for at, panel in _panels(w, dtype, gh.dtype):
-            gh += z[:, at] @ panel
+            gh += product(z[:, at], panel)
     if gw is not None:
-        gw += z.T @ x
+        gw += product(z.T, x)
 
 
 def _panels(w: Array, dtype: np.dtype, work: np.dtype) -> Iterator[tuple[slice, Array]]:

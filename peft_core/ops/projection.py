@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..backend import Array, xp_of
+from ..blas import product
 from ..dtypes import accumulate_dtype
 from ..tape import op
 from . import projection_bf16
@@ -151,11 +152,11 @@ class _Projection:
         self.s: list[Array | None] = []
         for m in self.group:
             part = y[:, m.columns]
-            xp.matmul(h, factor(m.w, self.dtype).T, out=part)  # (N, O_m)
+            product(h, factor(m.w, self.dtype).T, out=part)  # (N, O_m)
             for a, b, scale, at in m.terms:
-                s = h @ factor(a, self.dtype).T  # (N, R)
+                s = product(h, factor(a, self.dtype).T)  # (N, R)
                 s *= self.wide.type(scale)
-                part += s @ factor(b, self.dtype).T
+                part += product(s, factor(b, self.dtype).T)
                 self.s.append(s if self.needs[at + 1] else None)
             if m.bias is not None:
                 part += factor(m.bias, self.dtype)
@@ -174,10 +175,10 @@ class _Projection:
         for i, m in enumerate(self.group):
             gm = g[:, m.columns]  # (N, O_m)
             if below:
-                part = gm @ factor(m.w, self.dtype)  # (N, I)
+                part = product(gm, factor(m.w, self.dtype))  # (N, I)
                 gh = part if gh is None else into(gh, part)
             if self.needs[m.w_at]:
-                out[m.w_at] = gm.T @ h
+                out[m.w_at] = product(gm.T, h)
             if m.bias is not None and self.needs[m.w_at + 1]:
                 out[m.w_at + 1] = gm.sum(axis=0)
             first = sum(len(k.terms) for k in self.group[:i])
@@ -195,14 +196,14 @@ class _Projection:
     def _term(self, gm: Array, gh: Array, h: Array, term: tuple, s: Array | None, out: list) -> None:
         a, b, scale, at = term
         if gh is not None or self.needs[at]:
-            ds = gm @ factor(b, self.dtype)  # (N, R)
+            ds = product(gm, factor(b, self.dtype))  # (N, R)
             ds *= self.wide.type(scale)
             if gh is not None:
-                gh += ds @ factor(a, self.dtype)
+                gh += product(ds, factor(a, self.dtype))
             if self.needs[at]:
-                out[at] = ds.T @ h
+                out[at] = product(ds.T, h)
         if s is not None:
-            out[at + 1] = gm.T @ s
+            out[at + 1] = product(gm.T, s)
 
     def _below(self, gh: Array, lead: tuple[int, ...], acc: list, out: list) -> None:
         xp, x = xp_of(gh), None if self.x is None else widen(self.x, self.wide)
