@@ -27,6 +27,7 @@ LIBRARIES = {  # what each package may use besides the standard library
 NUMBA_MODULES = {  # kernels on the register tile; nobody else imports one of them at its top
     "peft_core/tiles.py",
     "peft_core/ops/attention_tiles.py",
+    "peft_core/ops/loss_tiles.py",
 }
 OURS = set(MAY_IMPORT) | {"run"}
 
