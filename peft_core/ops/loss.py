@@ -200,8 +200,9 @@ def _on_tiles(
 
     x, (n_classes, width) = np.ascontiguousarray(h[rows], np.float32), w.shape  # (M, D)
     threads = get_num_threads()
-    tiles = -(-min(chunk, len(rows)) // (threads * kernels.ROWS))
-    block = kernels.ROWS * max(1, min(TILE_BLOCK // kernels.ROWS, tiles))
+    share = -(-len(rows) // (threads * kernels.ROWS))  # tiles of a thread, cut into equal blocks: each reads all of w
+    most = max(1, min(TILE_BLOCK, chunk // threads) // kernels.ROWS)
+    block = kernels.ROWS * -(-share // -(-share // most))
     losses, gh = np.empty(len(rows), np.float32), np.empty((len(rows) if want else 0, width), np.float32)
     forward = packed_forward(w)
     backward = packed_backward(w) if want else forward
