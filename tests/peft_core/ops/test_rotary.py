@@ -106,9 +106,8 @@ RAGGED = [37, 512, 300, 1, 700]
 
 
 @needs_tiles
-@pytest.mark.parametrize("lengths", [RAGGED, [800], [1, 1, 2]])
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("heads, groups", [(9, 3), (8, 8)])
+@pytest.mark.parametrize("lengths", [RAGGED, [1, 1, 2]])
+@pytest.mark.parametrize("heads, groups, width", [(9, 3, 64), (8, 8, 128)])
 def test_tiles_agree_with_the_formula_in_float64(lengths, heads, groups, width):
     x, gy, params = make(lengths, heads, groups, width)
     truth = run(x.astype(np.float64), gy.astype(np.float64), params)
@@ -120,7 +119,7 @@ def test_tiles_agree_with_the_formula_in_float64(lengths, heads, groups, width):
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_any_number_of_threads_gives_the_same_sums_each_time(threads):
     before = kernels.get_num_threads()
-    x, gy, params = make([700, 5, 130], 6, 2, 64)
+    x, gy, params = make([500, 5, 130], 6, 2, 64)
     truth = run(x.astype(np.float64), gy.astype(np.float64), params)
     try:
         kernels.set_num_threads(threads)
