@@ -72,6 +72,7 @@ class _Pool:
                 kernel(t, self.size, *args)
             except BaseException as error:
                 self._error = error
+            del kernel, args  # a worker at rest keeps no array alive
             self._done[t].release()
 
     def run(self, kernel: Callable, args: tuple) -> None:
@@ -84,6 +85,7 @@ class _Pool:
             finally:
                 for t in range(1, self.size):
                     self._done[t].acquire()
+                self._job = (None, ())
         if self._error is not None:
             raise self._error
 

@@ -28,6 +28,7 @@ NUMBA_MODULES = {  # kernels on the register tile; nobody else imports one of th
     "peft_core/tiles.py",
     "peft_core/ops/projection_tiles.py",
     "peft_core/ops/attention_tiles.py",
+    "peft_core/ops/loss_tiles.py",
 }
 OURS = set(MAY_IMPORT) | {"run"}
 

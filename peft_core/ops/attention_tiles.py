@@ -127,16 +127,21 @@ def _hide(s, k0, k1, ahead, n):  # type: ignore[no-untyped-def]
 
 @njit(**INLINE)
 def _raise(top, s):  # type: ignore[no-untyped-def]
+    """top (48) against 4 keys at once: a maximum that waits for the one before it is what costs here."""
     for c in range(L):
-        top[c] = s[c] if s[c] > top[c] else top[c]
+        a = s[c + L] if s[c + L] > s[c] else s[c]
+        b = s[c + 3 * L] if s[c + 3 * L] > s[c + 2 * L] else s[c + 2 * L]
+        a = b if b > a else a
+        top[c] = a if a > top[c] else top[c]
 
 
 @njit(**INLINE)
 def _weigh_and_sum(s, shift, scale, total):  # type: ignore[no-untyped-def]
+    """Two keys of s become P."""
     for c in range(L):
-        e = exp2(s[c] * scale - shift[c])
-        s[c] = e
-        total[c] += e
+        a, b = exp2(s[c] * scale - shift[c]), exp2(s[c + L] * scale - shift[c])
+        s[c], s[c + L] = a, b
+        total[c] += a + b
 
 
 @njit(**INLINE)
@@ -153,8 +158,8 @@ def _softmax_chunk(s, keys, first, scale2, top, shift, total, out, p):  # type: 
     """p = exp(s - top) in pairs of keys, for the top so far; total and out are brought down to that top."""
     for c in range(L):
         shift[c] = top[c]
-    for i in range(keys):
-        _raise(top, s[i * L : i * L + L])
+    for i in range(0, keys, 4):
+        _raise(top, s[i * L : (i + 4) * L])
     for c in range(L):
         down = exp2((shift[c] - top[c]) * scale2)
         total[c] *= down
@@ -166,8 +171,7 @@ def _softmax_chunk(s, keys, first, scale2, top, shift, total, out, p):  # type: 
     for c in range(L):
         shift[c] = top[c] * scale2
     for i in range(0, keys * L, 2 * L):
-        _weigh_and_sum(s[i : i + L], shift, scale2, total)
-        _weigh_and_sum(s[i + L : i + 2 * L], shift, scale2, total)
+        _weigh_and_sum(s[i : i + 2 * L], shift, scale2, total)
         for c in range(0, L, 16):
             pair16(s, i + c, i + L + c, p, i // 2 + c)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,8 @@ import numpy as np
 
 from ..backend import Array, xp_of
 from ..dtypes import bfloat16, float32
-from ..kernels import get_num_threads, run_kernel, tiles_supported
+from ..kernels import get_num_threads, run_kernel
+from ..packing import can_pack, packed_backward, packed_forward
 from ..workspace import workspace
 from .common import into
 
@@ -25,51 +25,6 @@ _PANEL = 48
 def bits(x: Array) -> Array:
     """The bf16 bits of an array, uint16, contiguous."""
     return np.ascontiguousarray(x.astype(bfloat16, copy=False)).view(np.uint16)
-
-
-# ------------------------------------------------------------------------------------------------ frozen weights
-
-
-class Packed:
-    """The frozen weights of a group as the tiles read them.  ``backward`` is packed when first used."""
-
-    def __init__(self, ws: tuple[Array, ...]) -> None:
-        from .. import tiles
-
-        self._arrays = [weakref.ref(w) for w in ws]
-        self.width, self.n_out = ws[0].shape[1], sum(len(w) for w in ws)
-        panels = [-(-len(w) // _PANEL) for w in ws]
-        size = self.width // 2 * _PANEL
-        self.forward = np.empty(sum(panels) * size, np.uint32)
-        at = 0
-        for w, n in zip(ws, panels, strict=True):
-            run_kernel(tiles.pack_rows, bits(w), self.forward[at * size : (at + n) * size])
-            at += n
-        self._backward: Array | None = None
-
-    @property
-    def backward(self) -> Array:
-        """The right operand of g w, for all weights of the group stacked."""
-        if self._backward is None:
-            from .. import tiles
-
-            stacked = np.concatenate([bits(w()) for w in self._arrays])  # (O, I)
-            self._backward = np.empty(-(-self.width // _PANEL) * (self.n_out // 2) * _PANEL, np.uint32)
-            run_kernel(tiles.pack_columns, stacked, self._backward)
-        return self._backward
-
-
-_packed: dict[tuple[int, ...], Packed] = {}
-
-
-def packed(ws: tuple[Array, ...]) -> Packed:
-    """The packed form of read-only weights, made once: an array that cannot be written to cannot change."""
-    key = tuple(map(id, ws))
-    if key not in _packed:
-        _packed[key] = Packed(ws)
-        for w in ws:
-            weakref.finalize(w, _packed.pop, key, None)
-    return _packed[key]
 
 
 # ------------------------------------------------------------------------------------------------ adapters
@@ -147,13 +102,12 @@ def fits(x: Array, norm: Array | None, gated: bool, group: list[Member], dtype: 
     return (
         dtype == bfloat16
         and xp_of(x, group[0].w) is np
-        and all(not m.w.flags.writeable and not needs[m.w_at] and len(m.w) % 2 == 0 for m in group)
+        and all(can_pack(m.w) and not needs[m.w_at] and len(m.w) % 2 == 0 for m in group)
         and all(m.bias is None or not needs[m.w_at + 1] for m in group)
         and width % 2 == 0
         and x.size > 0
         and not needs[2]
         and (x.dtype == float32 if norm is not None else x.dtype == bfloat16)
-        and tiles_supported()
     )
 
 
@@ -165,8 +119,8 @@ def run(
     from . import projection_tiles as kernels
 
     before = kernels.NORM if norm is not None else kernels.GATED if gated else kernels.PLAIN
-    weights, width = packed(tuple(m.w for m in group)), group[0].w.shape[1]
-    ranks, n_rows, n_out = Ranks.of(group, width), len(x), weights.n_out
+    weights, width = tuple(m.w for m in group), group[0].w.shape[1]
+    ranks, n_rows, n_out = Ranks.of(group, width), len(x), sum(map(len, weights))
     rows = np.ascontiguousarray(x) if norm is not None else bits(x)
     n_rank = len(ranks.scale)
     scale_w = np.zeros(width, np.float32) if norm is None else np.ascontiguousarray(norm, np.float32)
@@ -186,8 +140,8 @@ def run(
     words = block * (width // 2 + n_rank // 2 + 32) + 8 * _PANEL
     with workspace:
         scratch = workspace.get("scratch", get_num_threads(), words)
-        run_kernel(kernels.forward, before, rows, scale_w, eps, r, weights.forward, ranks.panels, ap, bp, ranks.scale,
-                   bias, under, y, s, scratch, block)  # fmt: skip
+        run_kernel(kernels.forward, before, rows, scale_w, eps, r, packed_forward(*weights), ranks.panels, ap, bp,
+                   ranks.scale, bias, under, y, s, scratch, block)  # fmt: skip
     result = y.view(bfloat16) if residual is None else y.astype(residual.dtype, copy=False)
     wants_a = any(needs[at] for m in group for *_, at in m.terms)
     wants_b = any(needs[at + 1] for m in group for *_, at in m.terms)
@@ -200,8 +154,8 @@ def run(
 class _Backward:
     """The vjp of one call, with what it keeps: x where it is wanted, s (N, R) as bf16, one float a row for a norm."""
 
-    def __init__(self, before: int, weights: Packed, ranks: Ranks, group: list[Member], x: Array, norm: Array, r: Array,
-                 s: Array, needs: tuple[bool, ...], wants_a: bool, wants_b: bool) -> None:  # fmt: skip
+    def __init__(self, before: int, weights: tuple[Array, ...], ranks: Ranks, group: list[Member], x: Array,
+                 norm: Array, r: Array, s: Array, needs: tuple[bool, ...], wants_a: bool, wants_b: bool) -> None:  # fmt: skip
         self.before, self.weights, self.x, self.norm, self.r, self.s = before, weights, x, norm, r, s
         self.ranks, self.group, self.needs, self.wants = ranks, group, needs, (wants_a, wants_b)
 
@@ -211,7 +165,7 @@ class _Backward:
         out: list[Array | None] = [None] * len(self.needs)
         ranks, width, n_rank = self.ranks, len(self.norm), len(self.ranks.scale)
         wide, block = -(-width // _PANEL) * _PANEL, _BACKWARD_ROWS
-        g = np.ascontiguousarray(gy).reshape(-1, self.weights.n_out)
+        g = np.ascontiguousarray(gy).reshape(-1, sum(map(len, self.weights)))
         g = g if g.dtype == float32 else bits(g)
         gx = self._gx(len(g), acc)
         n_threads, (wants_a, wants_b) = get_num_threads(), self.wants
@@ -224,8 +178,8 @@ class _Backward:
         x = self.x if len(self.x) else np.zeros((0, width), np.uint16)
         with workspace:
             scratch = workspace.get("scratch", n_threads, words)
-            run_kernel(kernels.backward, self.before, g, x, self.norm, self.r, self.weights.backward, ranks.mods, atp,
-                       btp, ranks.scale, self.s, gx, d_a, d_b, scratch, block, wants_b)  # fmt: skip
+            run_kernel(kernels.backward, self.before, g, x, self.norm, self.r, packed_backward(*self.weights),
+                       ranks.mods, atp, btp, ranks.scale, self.s, gx, d_a, d_b, scratch, block, wants_b)  # fmt: skip
         if self.needs[0]:
             gx = gx if self.before == kernels.NORM else gx.view(bfloat16)
             out[0] = self._deliver(gx.reshape(*gy.shape[:-1], gx.shape[1]), acc)

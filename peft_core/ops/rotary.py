@@ -62,7 +62,9 @@ def rotary_attention(
         return o, (lambda gy: _back_on_tiles(qkv, o, lse, gy, call),)
     factor = accumulate_dtype(dtype).type(scale)
     y, lse = attend(*_rotated(qkv, cos, sin, shape, dtype), rows, factor, True, window)
-    return y.reshape(len(qkv), -1), (lambda gy: _back(qkv, lse, gy, cos, sin, rows, shape, dtype, factor, window),)
+    return y.reshape(len(qkv), n_heads * head_dim), (
+        lambda gy: _back(qkv, lse, gy, cos, sin, rows, shape, dtype, factor, window),
+    )
 
 
 def _fits_tiles(qkv: Array, width: int) -> bool:
@@ -92,7 +94,7 @@ def _check_shapes(qkv: Array, cos: Array, sin: Array, shape: Shape) -> None:
 
 def _rotated(qkv: Array, cos: Array, sin: Array, shape: Shape, dtype: np.dtype) -> tuple[Array, Array, Array]:
     heads, groups, width = shape
-    x = qkv.reshape(len(qkv), -1, width)  # (N, H + 2G, K)
+    x = qkv.reshape(len(qkv), heads + 2 * groups, width)  # (N, H + 2G, K)
     qk = turned(x[:, : heads + groups], cos, sin, 1.0)
     return tuple(a.astype(dtype, copy=False) for a in (qk[:, :heads], qk[:, heads:], x[:, heads + groups :]))  # type: ignore[return-value]
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peft_core import Tensor, autocast, kernels, ops
+from peft_core import Tensor, autocast, kernels, ops, packing
 from peft_core.dtypes import bfloat16
 from peft_core.ops import projection, projection_bf16
 from peft_core.ops.projection import Layout
@@ -238,10 +238,10 @@ def test_what_the_kernels_do_not_compute_takes_the_formula(why: str, monkeypatch
 
 @needs_tiles
 def test_packed_weights_go_when_the_weights_go() -> None:
-    before = len(projection_bf16._packed)
+    before = len(packing._packed)
     example = _Example(20, 64, [50], [[4]], "norm", False)
     example.run()
-    assert len(projection_bf16._packed) == before + 1
+    assert len(packing._packed) == before + 1
     del example
     gc.collect()
-    assert len(projection_bf16._packed) == before
+    assert len(packing._packed) == before
