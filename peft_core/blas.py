@@ -57,15 +57,17 @@ def product(a: Array, b: Array, out: Array | None = None) -> Array:
             return np.matmul(a, b, out=out)
         if out is None:
             out = np.empty((*lead, rows, columns), np.result_type(a, b))
-        run_kernel(_by_rows if rows >= columns or rows >= 64 else _by_columns, a, b, out)
+        run_kernel(_by_rows if rows >= columns or rows >= 64 else _by_columns, a, b, out, np.geterr())
         return out
 
 
-def _by_rows(t: int, T: int, a: Array, b: Array, out: Array) -> None:
+def _by_rows(t: int, T: int, a: Array, b: Array, out: Array, errors: Any) -> None:
     share = slice(a.shape[-2] * t // T, a.shape[-2] * (t + 1) // T)
-    np.matmul(a[..., share, :], b, out=out[..., share, :])
+    with np.errstate(**errors):  # each thread has its own
+        np.matmul(a[..., share, :], b, out=out[..., share, :])
 
 
-def _by_columns(t: int, T: int, a: Array, b: Array, out: Array) -> None:
+def _by_columns(t: int, T: int, a: Array, b: Array, out: Array, errors: Any) -> None:
     share = slice(b.shape[-1] * t // T, b.shape[-1] * (t + 1) // T)
-    np.matmul(a, b[..., share], out=out[..., share])
+    with np.errstate(**errors):
+        np.matmul(a, b[..., share], out=out[..., share])

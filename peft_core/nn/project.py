@@ -20,8 +20,9 @@ def project(
     if ``gated``, else x.  Fused into one op where every linear says what it is made of: ``linear.parts()`` gives
     (weight, bias, ((a, b, scale), ...)), or None when it cannot say it so (dropout).  Else each is called in turn.
     """
-    parts = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
-    if any(p is None for p in parts) or not (norm is None or type(norm) is RMSNorm):
+    stated = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
+    parts = [p for p in stated if p is not None]
+    if len(parts) < len(stated) or not (norm is None or type(norm) is RMSNorm):
         return _composed(x, linears, norm, gated, residual)
     layout = Layout(tuple(bias is not None for _, bias, _ in parts), tuple(tuple(s for *_, s in t) for *_, t in parts))
     tensors: list[Tensor] = []

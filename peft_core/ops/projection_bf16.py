@@ -155,7 +155,8 @@ class _Backward:
     """The vjp of one call, with what it keeps: x where it is wanted, s (N, R) as bf16, one float a row for a norm."""
 
     def __init__(self, before: int, weights: tuple[Array, ...], ranks: Ranks, group: list[Member], x: Array,
-                 norm: Array, r: Array, s: Array, needs: tuple[bool, ...], wants_a: bool, wants_b: bool) -> None:  # fmt: skip
+                 norm: Array, r: Array, s: Array, needs: tuple[bool, ...], wants_a: bool,
+                 wants_b: bool) -> None:  # fmt: skip
         self.before, self.weights, self.x, self.norm, self.r, self.s = before, weights, x, norm, r, s
         self.ranks, self.group, self.needs, self.wants = ranks, group, needs, (wants_a, wants_b)
 

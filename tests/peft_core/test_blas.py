@@ -52,3 +52,12 @@ def test_shapes_that_do_not_fit_raise_from_either_path(threads):
     for n in (3, 300):
         with pytest.raises(ValueError, match="mismatch"):
             product(np.ones((n, n)), np.ones((n + 1, n)))
+
+
+def test_the_callers_error_state_holds_on_every_thread(threads):
+    x = np.ones((300, 300))
+    x[0, 0], x[-1, 0], x[-1, 1] = np.inf, np.inf, -np.inf
+    with np.errstate(invalid="ignore"):
+        product(x, x)
+    with np.errstate(invalid="raise"), pytest.raises(FloatingPointError):
+        product(x, x)
