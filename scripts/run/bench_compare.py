@@ -134,9 +134,7 @@ def alternate(spec: Spec, settings: tuple[str, ...], rounds: int, say: Any) -> d
             ours.append(measure(replace(spec, program=OURS)))
             say(line(ours[-1]))
             name = dtype + ("+malloc" if malloc else "")
-            peer.setdefault(name, []).append(
-                measure(replace(spec, program=PEER, dtype=dtype, malloc=malloc))
-            )
+            peer.setdefault(name, []).append(measure(replace(spec, program=PEER, dtype=dtype, malloc=malloc)))
             say(line(peer[name][-1]))
         if number == 0:
             best = max(todo, key=lambda t: peer[t[0] + ("+malloc" if t[1] else "")][0]["tokens_per_s"])
