@@ -80,6 +80,17 @@ class LoraLinear(Module):
             y = ops.add(y, term if term.dtype == y.dtype else ops.astype(term, dtype=y.dtype))
         return y
 
+    def parts(self) -> tuple | None:
+        """(weight, bias, ((A, B, scaling), ...)) of the active adapters for ``nn.project``.
+
+        None where the layer is more than that: dropout in training, or a base that is no plain Linear.
+        """
+        active = [self.adapters[name] for name in self.active]
+        plain = type(self.base_layer) is Linear and not any(is_half(a.A.dtype) for a in active)
+        if not plain or any(a.training and a.dropout for a in active):
+            return None
+        return self.weight, self.bias, tuple((a.A, a.B, a.scaling) for a in active)
+
     @property
     def weight(self) -> Parameter:
         """The base's weight, (O, I)."""

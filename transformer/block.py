@@ -21,5 +21,5 @@ class DecoderLayer(Module):
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         """x (N, D) -> (N, D)."""
-        x = x + self.self_attn(self.input_layernorm(x), place)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(x, self.input_layernorm, place)
+        return self.mlp(x, self.post_attention_layernorm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from peft_core import ops
 from peft_core.nn import Module, project
 from peft_core.tensor import Tensor
 from transformer.config import ModelConfig
@@ -10,7 +9,7 @@ from transformer.layers import shaped_linear
 
 
 class MLP(Module):
-    """down(silu(gate(x)) * up(x)).   x (N, D) -> (N, D).   (Shazeer, arXiv:2002.05202, equation 6.)"""
+    """x + down(silu(gate(h)) * up(h)), h = norm(x).   x (N, D) -> (N, D).   (Shazeer, arXiv:2002.05202, equation 6.)"""
 
     def __init__(self, config: ModelConfig) -> None:
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -18,7 +17,7 @@ class MLP(Module):
         self.up_proj = shaped_linear(width, inner, bias)
         self.down_proj = shaped_linear(inner, width, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (N, D) -> (N, D)."""
-        gate, up = project(x, self.gate_proj, self.up_proj)  # (N, F) each
-        return self.down_proj(ops.swiglu(gate, up))
+    def forward(self, x: Tensor, norm: Module) -> Tensor:
+        """x (N, D), the residual stream -> x + mlp(norm(x))."""
+        gate_up = project(x, self.gate_proj, self.up_proj, norm=norm)  # (N, 2 F)
+        return project(gate_up, self.down_proj, gated=True, residual=x)
