@@ -20,8 +20,10 @@ def project(
     if ``gated``, else x.  Fused into one op where every linear says what it is made of: ``linear.parts()`` gives
     (weight, bias, ((a, b, scale), ...)), or None when it cannot say it so (dropout).  Else each is called in turn.
     """
+    if norm is not None and type(norm) is not RMSNorm:
+        x, norm = norm(x), None
     parts = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
-    if any(p is None for p in parts) or not (norm is None or type(norm) is RMSNorm):
+    if any(p is None for p in parts):
         return _composed(x, linears, norm, gated, residual)
     layout = Layout(tuple(bias is not None for _, bias, _ in parts), tuple(tuple(s for *_, s in t) for *_, t in parts))
     tensors: list[Tensor] = []
