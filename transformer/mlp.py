@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from peft_core import ops
@@ -10,7 +11,7 @@ from peft_core.tensor import Tensor
 from transformer.config import ModelConfig
 from transformer.layers import shaped_linear
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": ops.gelu,
     "gelu_new": partial(ops.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(ops.gelu, approximate="tanh"),

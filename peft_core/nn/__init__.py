@@ -11,6 +11,6 @@ from .norm import LayerNorm, RMSNorm
 from .project import project
 
 __all__ = [
-    "Conv1D", "Dropout", "Embedding", "LayerNorm", "Linear", "Module", "Parameter", "RMSNorm", "Sequential", "functional",
-    "init", "project",
+    "Conv1D", "Dropout", "Embedding", "LayerNorm", "Linear", "Module", "Parameter", "RMSNorm", "Sequential",
+    "functional", "init", "project",
 ]  # fmt: skip

@@ -50,7 +50,7 @@ class Conv1D(Linear):
         return self.matrix(), self.bias, ()
 
     def matrix(self) -> Tensor:
-        """W^T (O, I), a view.  Of a frozen weight the same array each time: ops keep packed forms of arrays they know."""
+        """W^T (O, I), a view.  Of a frozen weight the same array each time: ops keep packed forms by array."""
         if self.weight.requires_grad:
             return ops.transpose(self.weight)
         if self._seen is None or self._seen[0] is not self.weight.data:

@@ -22,8 +22,8 @@ def project(
     """
     if norm is not None and type(norm) is not RMSNorm:
         x, norm = norm(x), None
-    parts = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
-    if any(p is None for p in parts):
+    parts: list[Any] = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
+    if None in parts:
         return _composed(x, linears, norm, gated, residual)
     layout = Layout(tuple(bias is not None for _, bias, _ in parts), tuple(tuple(s for *_, s in t) for *_, t in parts))
     tensors: list[Tensor] = []

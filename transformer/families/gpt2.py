@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
 
-Against Llama: learned positions, LayerNorm, biases everywhere, one linear for queries, keys and values, an MLP without a
-gate, weights stored (in, out), and a head that is the embedding.  Real files come without the ``transformer.`` prefix,
-and with each layer's causal mask as a buffer.
+Against Llama: learned positions, LayerNorm, biases everywhere, one linear for queries, keys and values, an MLP without
+a gate, weights stored (in, out), and a head that is the embedding.  Real files come without the ``transformer.``
+prefix, and with each layer's causal mask as a buffer.
 """
 
 from __future__ import annotations
