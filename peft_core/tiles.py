@@ -2,7 +2,7 @@
 
 This module imports numba at its top and is therefore itself imported inside functions only, after
 ``kernels.tiles_supported()`` said yes. A kernel built on it is a plain ``@njit(**FAST)`` function ``(t, T, *args)``
-that ``kernels.run_kernel`` runs on the pool; prologues and epilogues are ordinary loops around ``tile_8x48`` and the like.
+that ``kernels.run_kernel`` runs on the pool; prologues and epilogues are ordinary loops around ``tile_8x48``.
 
 The tile reads its left operand row-major and unpacked, its right operand in rows of pairs: a uint32 holds two
 consecutive bf16 of the summed dimension, the earlier one in the lower half. 8 x 48 keeps 24 of the 32 vector registers
@@ -26,9 +26,12 @@ from numba.extending import intrinsic
 
 from .kernels import FAST_MATH
 
-FAST = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": FAST_MATH}
-INLINE = {"inline": "always", "error_model": "numpy", "fastmath": FAST_MATH}
+FAST: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": FAST_MATH}
+INLINE: dict[str, Any] = {"inline": "always", "error_model": "numpy", "fastmath": FAST_MATH}
 COLUMNS = 48  # of a panel of packed weights
+
+
+_intrinsic: Any = intrinsic  # its annotation counts the typing context among a caller's arguments
 
 
 class _BFloat(ir.Type):
@@ -116,7 +119,9 @@ def _write_tile(fn: ir.Function, rows: int, columns: int) -> None:
     places = [b.gep(c, [b.add(b.mul(ldc, _int(i)), _int(j))]) for i in range(rows) for j in range(0, columns, 16)]
     places = [b.bitcast(p, _VF.as_pointer()) for p in places]
     entry = b.block
-    load, start, main, mid, tail, done = (b.append_basic_block(n) for n in ("load", "start", "main", "mid", "tail", "done"))
+    load, start, main, mid, tail, done = (
+        b.append_basic_block(n) for n in ("load", "start", "main", "mid", "tail", "done")
+    )
     b.cbranch(b.icmp_signed("!=", add, _int(0)), load, start)
     b.position_at_end(load)
     old = [_load(b, p) for p in places]
@@ -151,7 +156,7 @@ def make_tile(rows: int, columns: int) -> Any:
     words, floats = _I32.as_pointer(), _F32.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [words, _I64, words, _I64, _I64, floats, _I64, _I64])
 
-    @intrinsic
+    @_intrinsic
     def tile(typing, a, a0, lda, w, w0, ldw, k, c, c0, ldc, add):  # type: ignore[no-untyped-def]
         n = types.intp
         signature = types.void(a, n, n, w, n, n, n, c, n, n, n)
@@ -187,7 +192,7 @@ def _rounded(context: Any, b: ir.IRBuilder, signature: Any, args: Any, offset: A
     return b.bitcast(b.fptrunc(_load(b, b.bitcast(floats, _VF.as_pointer())), _VB16), _VH)
 
 
-@intrinsic
+@_intrinsic
 def round16(typing, src, s0, dst, d0):  # type: ignore[no-untyped-def]
     """dst[d0:d0+16] (uint16) = bf16 bits of src[s0:s0+16] (float32), to nearest even, NaN stays NaN."""
 
@@ -199,7 +204,7 @@ def round16(typing, src, s0, dst, d0):  # type: ignore[no-untyped-def]
     return types.void(src, types.intp, dst, types.intp), write
 
 
-@intrinsic
+@_intrinsic
 def pair16(typing, src, s0, s1, dst, d0):  # type: ignore[no-untyped-def]
     """dst[d0:d0+16] (uint32) = bf16 bits of src[s0:] below those of src[s1:]: two rows become one row of pairs."""
 
@@ -212,7 +217,7 @@ def pair16(typing, src, s0, s1, dst, d0):  # type: ignore[no-untyped-def]
     return types.void(src, types.intp, types.intp, dst, types.intp), write
 
 
-@intrinsic
+@_intrinsic
 def prefetch(typing, w, i):  # type: ignore[no-untyped-def]
     """A hint: bring the cache line of w[i] (uint32) to the second-level cache."""
 
@@ -249,7 +254,8 @@ def widen(h):  # type: ignore[no-untyped-def]
 # exp(x) = 2^k e^f, |f| <= ln(2)/2, ln(2) in two parts (Cody and Waite); e^f by the Cephes polynomial for expf
 _LOG2E, _LN2_HIGH, _LN2_LOW = _F4(1 / math.log(2)), _F4(0.693359375), _F4(-2.12194440e-4)
 _E = tuple(_F4(c) for c in (0.5000000120, 0.1666666546, 0.04166579589, 0.008333451907, 0.001398199951, 1.987569150e-4))
-_HALF, _ONE, _LARGEST, _SMALLEST, _LOWEST = _F4(0.5), _F4(1), _F4(89), _F4(-104), _F4(-126)
+_HALF, _ONE, _ZERO, _INF, _LOWEST = _F4(0.5), _F4(1), _F4(0), _F4(np.inf), _F4(-126)
+_LARGEST, _SMALLEST = _F4(88.722836), _F4(-87.33654)  # the logarithms of the largest and the smallest normal float32
 _P2 = tuple(_F4(c) for c in (1.0000026, 0.69299535, 0.24160436, 0.05174499, 0.01367652))  # of 2^f, 0 <= f < 1
 
 
@@ -261,20 +267,22 @@ def power_of_two(k):  # type: ignore[no-untyped-def]
 
 @njit(**INLINE)
 def exp(x):  # type: ignore[no-untyped-def]
-    """e^x of a float32, 2e-7 relative where the result is normal; NaN, inf, overflow and 0 come out as they should."""
-    x = _LARGEST if x > _LARGEST else x  # this way round a NaN stays
-    x = _SMALLEST if x < _SMALLEST else x
-    k = np.floor(x * _LOG2E + _HALF)
-    f = x - k * _LN2_HIGH - k * _LN2_LOW
+    """e^x of a float32, 3e-7 relative; NaN and inf come out as they should, 0 for what no normal number can hold."""
+    y = _LARGEST if x > _LARGEST else x  # this way round a NaN stays
+    y = _SMALLEST if y < _SMALLEST else y
+    k = np.floor(y * _LOG2E + _HALF)
+    f = y - k * _LN2_HIGH - k * _LN2_LOW
     p = ((((_E[5] * f + _E[4]) * f + _E[3]) * f + _E[2]) * f + _E[1]) * f + _E[0]
-    whole = np.int32(k)
-    half = whole >> np.int32(1)  # in two factors: 2^128 and 2^-150 are no float32
-    return (p * f * f + f + _ONE) * power_of_two(half) * power_of_two(whole - half)
+    p = p * f * f + f + _ONE
+    # k goes into the exponent's bits, for 2^128 is no float32; as factors fast-math would join them again
+    e = np.int32(np.float32(p).view(np.int32) + np.int32(np.int32(k) << np.int32(23))).view(np.float32)
+    e = _ZERO if x < _SMALLEST else e
+    return _INF if x > _LARGEST else e
 
 
 @njit(**INLINE)
 def exp2(x):  # type: ignore[no-untyped-def]
-    """2^x for x <= 0, 3e-6 relative, which rounding to bf16 hides; below 2^-126 it stays there; a NaN stays."""
+    """2^x for x <= 0, 2e-5 relative, which rounding to bf16 hides; below 2^-126 it stays there; a NaN stays."""
     x = _LOWEST if x < _LOWEST else x
     k = np.floor(x)
     f = x - k

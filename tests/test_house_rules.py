@@ -27,6 +27,7 @@ LIBRARIES = {  # what each package may use besides the standard library
 NUMBA_MODULES = {  # kernels on the register tile; nobody else imports one of them at its top
     "peft_core/tiles.py",
     "peft_core/ops/projection_tiles.py",
+    "peft_core/ops/attention_tiles.py",
 }
 OURS = set(MAY_IMPORT) | {"run"}
 
@@ -67,7 +68,7 @@ def only_the_backend_imports_cupy(path: str, source: str) -> list[str]:
 
 
 def numba_is_imported_late(path: str, source: str) -> list[str]:
-    """Importing the packages stays quick: numba costs 0.3 s, so only a function may import it, or one of NUMBA_MODULES."""
+    """Importing the packages stays quick: numba costs 0.3 s, so only functions may import it, and NUMBA_MODULES."""
     if path in NUMBA_MODULES:
         return []
     slow = {Path(module).stem for module in NUMBA_MODULES}

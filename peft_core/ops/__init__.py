@@ -38,6 +38,7 @@ from .norm import layer_norm, rms_norm
 from .projection import project
 from .reduce import max, mean, min, sum, var
 from .rope import rope
+from .rotary import rotary_attention
 from .shape import (
     concatenate,
     contiguous,
@@ -54,10 +55,10 @@ from .shape import (
 )
 
 __all__ = [
-    "abs", "add", "astype", "attention", "clip", "concatenate", "contiguous", "cos", "cross_entropy", "div", "dropout",
-    "embedding", "eq", "exp", "expand", "flatten", "ge", "gelu", "getitem", "gt", "head_loss", "layer_norm", "le",
-    "linear", "log", "log_softmax", "logsumexp", "low_rank", "lt", "masked_fill", "matmul", "max", "maximum", "mean",
-    "min", "minimum", "mul", "ne", "neg", "permute", "pow", "project", "relu", "reshape", "rms_norm", "rope", "rsqrt", "sigmoid",
-    "silu", "sin", "softmax", "split", "sqrt", "squeeze", "stack", "sub", "sum", "swiglu", "tanh", "to_device",
-    "transpose", "unsqueeze", "var", "where",
+    "abs", "add", "astype", "attention", "clip", "concatenate", "contiguous", "cos", "cross_entropy", "div",
+    "dropout", "embedding", "eq", "exp", "expand", "flatten", "ge", "gelu", "getitem", "gt", "head_loss",
+    "layer_norm", "le", "linear", "log", "log_softmax", "logsumexp", "low_rank", "lt", "masked_fill", "matmul", "max",
+    "maximum", "mean", "min", "minimum", "mul", "ne", "neg", "permute", "pow", "project", "relu", "reshape",
+    "rms_norm", "rope", "rotary_attention", "rsqrt", "sigmoid", "silu", "sin", "softmax", "split", "sqrt", "squeeze",
+    "stack", "sub", "sum", "swiglu", "tanh", "to_device", "transpose", "unsqueeze", "var", "where",
 ]  # fmt: skip

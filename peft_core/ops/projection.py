@@ -94,12 +94,12 @@ class Norm(Plain):
 
     def forward(self, x: Array) -> Array:
         """x (N, I) -> h (N, I)."""
-        h, self.r = _rms_forward(x, self.w.astype(x.dtype, copy=False), self.eps)
+        h, self.r = _rms_forward(x, widen(self.w, x.dtype), self.eps)
         return h
 
     def backward(self, gh: Array, x: Array) -> Array:
         """gh (N, I) -> gx."""
-        return _rms_backward(gh, x, self.w.astype(x.dtype, copy=False), self.r)[0]
+        return _rms_backward(gh, x, widen(self.w, x.dtype), self.r)[0]
 
 
 @op
@@ -123,7 +123,7 @@ def project(
     if projection_bf16.fits(x, norm, gated, group, dtype, needs):
         y, vjp = projection_bf16.run(x.reshape(-1, x.shape[-1]), residual, norm, eps, gated, group, needs)
         return y.reshape(*x.shape[:-1], y.shape[1]), vjp
-    before = Norm(widen(norm), eps) if norm is not None else Gated() if gated else Plain()
+    before = Norm(norm, eps) if norm is not None else Gated() if gated else Plain()
     run = _Projection(before, group, dtype, needs)
     y = run.forward(x.reshape(-1, x.shape[-1]))  # (N, O)
     shape = (*x.shape[:-1], y.shape[1])

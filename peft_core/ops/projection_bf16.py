@@ -12,6 +12,7 @@ import numpy as np
 from ..backend import Array, xp_of
 from ..dtypes import bfloat16, float32
 from ..kernels import get_num_threads, run_kernel, tiles_supported
+from ..workspace import workspace
 from .common import into
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def bits(x: Array) -> Array:
 
 
 class Packed:
-    """The frozen weights of a group in the order in which the tiles read them.  ``backward`` is packed when first used."""
+    """The frozen weights of a group as the tiles read them.  ``backward`` is packed when first used."""
 
     def __init__(self, ws: tuple[Array, ...]) -> None:
         from .. import tiles
@@ -93,7 +94,11 @@ class Ranks:
         for m, member in enumerate(group):
             n_out, n_rank = len(member.w), sum(len(a) for a, *_ in member.terms)
             padded, wide = -(-n_rank // 16) * 16, -(-n_out // _PANEL) * _PANEL
-            a, b, scale = np.zeros((padded, width), np.uint16), np.zeros((n_out, padded), np.uint16), np.zeros(padded, "f4")
+            a, b, scale = (
+                np.zeros((padded, width), np.uint16),
+                np.zeros((n_out, padded), np.uint16),
+                np.zeros(padded, "f4"),
+            )
             at = 0
             for term_a, term_b, term_scale, _ in member.terms:
                 n = len(term_a)
@@ -135,20 +140,9 @@ def _pairs(rows: Array) -> Array:
 
 # ------------------------------------------------------------------------------------------------ the calls
 
-_scratch: dict[int, Array] = {}
-
-
-def scratch(words: int) -> Array:
-    """Working memory (T, words) uint32, shared by all calls: a call leaves nothing in it."""
-    n_threads = get_num_threads()
-    if n_threads not in _scratch or _scratch[n_threads].shape[1] < words:
-        _scratch.clear()
-        _scratch[n_threads] = np.zeros((n_threads, words), np.uint32)
-    return _scratch[n_threads]
-
 
 def fits(x: Array, norm: Array | None, gated: bool, group: list[Member], dtype: Any, needs: tuple[bool, ...]) -> bool:
-    """True where the kernels compute this call: bf16, frozen read-only weights, even sizes, a machine that has tiles."""
+    """True where the kernels compute this call: bf16, frozen read-only weights, even sizes, a CPU with tiles."""
     width = group[0].w.shape[1]
     return (
         dtype == bfloat16
@@ -180,14 +174,20 @@ def run(
     bias = np.zeros(0, np.float32)
     if any(m.bias is not None for m in group):
         bias = np.concatenate([np.zeros(len(m.w), "f4") if m.bias is None else m.bias.astype("f4") for m in group])
-    under = np.zeros((0, n_out), np.float32) if residual is None else np.ascontiguousarray(residual.reshape(-1, n_out), "f4")
+    under = (
+        np.zeros((0, n_out), np.float32)
+        if residual is None
+        else np.ascontiguousarray(residual.reshape(-1, n_out), "f4")
+    )
     y = np.empty((n_rows, n_out), np.uint16 if residual is None else np.float32)
     s = np.empty((n_rows, n_rank), np.uint16)
     ap, bp = ranks.forward()
     block = _FORWARD_ROWS
     words = block * (width // 2 + n_rank // 2 + 32) + 8 * _PANEL
-    run_kernel(kernels.forward, before, rows, scale_w, eps, r, weights.forward, ranks.panels, ap, bp, ranks.scale, bias,
-               under, y, s, scratch(words), block)  # fmt: skip
+    with workspace:
+        scratch = workspace.get("scratch", get_num_threads(), words)
+        run_kernel(kernels.forward, before, rows, scale_w, eps, r, weights.forward, ranks.panels, ap, bp, ranks.scale,
+                   bias, under, y, s, scratch, block)  # fmt: skip
     result = y.view(bfloat16) if residual is None else y.astype(residual.dtype, copy=False)
     wants_a = any(needs[at] for m in group for *_, at in m.terms)
     wants_b = any(needs[at + 1] for m in group for *_, at in m.terms)
@@ -220,10 +220,12 @@ class _Backward:
         atp, btp = ranks.backward()
         n_out = g.shape[1]
         words = block * (n_out // 2 + width // 2 + n_rank // 2 + 48 + wide) + n_rank * (block // 2 + 16)
-        words += block // 2 * (max(n_out, width) + 64) + 8 * _PANEL
+        words += block // 2 * (max(n_out, width) + 64) + 11 * _PANEL
         x = self.x if len(self.x) else np.zeros((0, width), np.uint16)
-        run_kernel(kernels.backward, self.before, g, x, self.norm, self.r, self.weights.backward, ranks.mods, atp, btp,
-                   ranks.scale, self.s, gx, d_a, d_b, scratch(words), block, wants_b)  # fmt: skip
+        with workspace:
+            scratch = workspace.get("scratch", n_threads, words)
+            run_kernel(kernels.backward, self.before, g, x, self.norm, self.r, self.weights.backward, ranks.mods, atp,
+                       btp, ranks.scale, self.s, gx, d_a, d_b, scratch, block, wants_b)  # fmt: skip
         if self.needs[0]:
             gx = gx if self.before == kernels.NORM else gx.view(bfloat16)
             out[0] = self._deliver(gx.reshape(*gy.shape[:-1], gx.shape[1]), acc)

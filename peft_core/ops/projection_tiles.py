@@ -4,8 +4,8 @@ Each thread takes blocks of rows. A block is rounded to bf16 once and meets ever
 stays in the second-level cache. Imported inside functions only (see tiles.py).
 
 ``panels`` (P, 6), one row per 48 columns of y: first column, columns, first word of its B, words in a row of that B,
-first rank / 2, ranks / 2.  ``mods`` (M, 6), one row per linear: first column, columns, first rank, ranks (padded to 16),
-first word of its B in pairs of rows, first element of its dB.
+first rank / 2, ranks / 2.  ``mods`` (M, 6), one row per linear: first column, columns, first rank, ranks (padded to
+16), first word of its B in pairs of rows, first element of its dB.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -82,14 +82,27 @@ def _round48(src, s0, dst, d0):
 
 
 @njit(**INLINE)
-def _gate_backward(gate, up, d, h, g_gate, g_up):
-    """From d = dL/dh: both gradients, and h once more for dA."""
+def _gate_backward(gate, up, d, out):
+    """From d = dL/dh: h once more for dA, and both gradients.  One array out: LLVM gives up on more to tell apart."""
     for c in range(len(gate)):
         g, u = widen(gate[c]), widen(up[c])
         s = _ONE / (_ONE + exp(-g))
         silu = g * s
-        h[c], g_up[c] = bf16_bits(silu * u), bf16_bits(d[c] * silu)
-        g_gate[c] = bf16_bits(d[c] * u * s * (_ONE + g * (_ONE - s)))
+        out[c] = silu * u
+        out[48 + c] = d[c] * u * s * (_ONE + g * (_ONE - s))
+        out[96 + c] = d[c] * silu
+
+
+@njit(**INLINE)
+def _gate_out(part, n_columns, h16, at, gx, gx1, n, j, width):
+    if n_columns == 48:
+        _round48(part, 0, h16, at)
+        _round48(part, 48, gx1, n * 2 * width + j)
+        _round48(part, 96, gx1, n * 2 * width + width + j)
+    else:
+        _round_row(part[:n_columns], h16[at : at + n_columns])
+        _round_row(part[48 : 48 + n_columns], gx[n, j : j + n_columns])
+        _round_row(part[96 : 96 + n_columns], gx[n, width + j : width + j + n_columns])
 
 
 @njit(**INLINE)
@@ -250,7 +263,9 @@ def _input_rows(before, x, norm, r, r0, rows, pad, h16, ld, wants_x):
 
 
 @njit(**INLINE)
-def _gradient_x(before, g, ldg, s, lds, wbp, atp, pad, rows, n_pairs, n_ranks, width, x, r0, dh, h16, ldh, gx, gx1, sums):
+def _gradient_x(
+    before, g, ldg, s, lds, wbp, atp, pad, rows, n_pairs, n_ranks, width, x, r0, dh, h16, ldh, gx, gx1, sums, gated
+):
     """dh = gy w + dS A, panel by panel; stored for a norm, rounded for a plain input, through the gate behind one."""
     wide = (width + 47) // 48 * 48
     for j in range(0, width, 48):
@@ -266,10 +281,8 @@ def _gradient_x(before, g, ldg, s, lds, wbp, atp, pad, rows, n_pairs, n_ranks, w
                     for c in range(n_columns):
                         to[c] = part[c]
                 elif before == GATED:
-                    at = (p + i) * ldh + j
-                    _gate_backward(x[n, j : j + n_columns], x[n, width + j : width + j + n_columns], part,
-                                   h16[at : at + n_columns], gx[n, j : j + n_columns],
-                                   gx[n, width + j : width + j + n_columns])  # fmt: skip
+                    _gate_backward(x[n, j : j + n_columns], x[n, width + j : width + j + n_columns], part, gated)
+                    _gate_out(gated, n_columns, h16, (p + i) * ldh + j, gx, gx1, n, j, width)
                 elif n_columns == 48:
                     _round48(sums, i * 48, gx1, n * width + j)
                 else:
@@ -289,6 +302,7 @@ def backward(t, T, before, gy, x, norm, r, wbp, mods, atp, btp, scale, s_in, gx,
     ldi = max(n_out, width) + 64
     inter, o = scratch[t, o : o + block // 2 * ldi], o + block // 2 * ldi
     sums, o = scratch[t, o : o + 8 * 48].view(np.float32), o + 8 * 48
+    gated, o = scratch[t, o : o + 3 * 48].view(np.float32), o + 3 * 48
     dh, gx1 = scratch[t, o : o + block * wide].view(np.float32), gx.reshape(-1)
     g16, s16, t16, h16 = g.view(np.uint16), s.view(np.uint16), turned.view(np.uint16), h.view(np.uint16)
     d_a[t] = 0
@@ -307,7 +321,7 @@ def backward(t, T, before, gy, x, norm, r, wbp, mods, atp, btp, scale, s_in, gx,
         _input_rows(before, x, norm, r, r0, rows, pad, h16, 2 * ldh, len(gx) > 0)
         if len(gx) > 0:
             _gradient_x(before, g, ldg, s, lds, wbp, atp, pad, rows, n_out // 2, n_rank // 2, width, x, r0, dh,
-                        h16, 2 * ldh, gx, gx1, sums)  # fmt: skip
+                        h16, 2 * ldh, gx, gx1, sums, gated)  # fmt: skip
         if d_a.shape[1] > 0:
             _pair_rows(h16, 2 * ldh, pad // 2, width, inter, ldi)
             _turn(s16, 2 * lds, rows, pad, n_rank, t16, 2 * ldt)
