@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,11 @@ class StoredAdapter:
             names = [name.removeprefix(cut) for name in names]
         elif names != "all-linear":
             names = sorted(pairs)  # an expression over the file's paths says nothing about the model's
-        config = dataclasses.replace(self.config, target_modules=names)
+        patterns: dict[str, Any] = {}
+        for key in ("rank_pattern", "alpha_pattern"):  # theirs may name what is cut: each layer gets its own
+            found = {path: pattern_value(getattr(self.config, key), path, None) for path in self.pairs}
+            patterns[key] = {re.escape(add + path[len(cut) :]): v for path, v in found.items() if v is not None}
+        config = dataclasses.replace(self.config, target_modules=names, **patterns)
         copies = {add + path[len(cut) :]: array for path, array in self.copies.items()}
         return dataclasses.replace(self, config=config, pairs=pairs, copies=copies)
 
@@ -256,8 +261,9 @@ def save_adapter(
 ) -> LoraConfig:
     """Write the adapter in PEFT's format and return the config as written.
 
-    The config is kept, except that target_modules is resolved and sorted, fan_in_fan_out says what the layers are (true
-    for Conv1D), and a missing base_model_name_or_path is filled in. A new directory appears as a whole; in an existing one the two files are replaced, others stay.
+    The config is kept, except that target_modules is resolved and sorted, fan_in_fan_out is true just for Conv1D, and a
+    missing base_model_name_or_path is filled in. A new directory appears as a whole; in an existing one the two files
+    are replaced, others stay.
     Raises AdapterError if the model has no such adapter.
     """
     adapted = {path: m for path, m in lora_layers(model).items() if adapter_name in m.adapters}
