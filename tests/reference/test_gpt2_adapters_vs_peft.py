@@ -28,7 +28,8 @@ CONFIGS = {
     "square": {"r": 3, "target_modules": r"transformer\.h\.\d+\.attn\.c_proj"},
     "patterns": {
         "r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["c_attn", "c_fc"],
-        "rank_pattern": {"h.1.attn.c_attn": 2, "c_attn": 6}, "alpha_pattern": {r"transformer\.h\.\d\.mlp\.c_fc": 3},
+        "rank_pattern": {r".*\.1\.attn\.c_attn": 2, "c_attn": 6},
+        "alpha_pattern": {r"transformer\.h\.\d\.mlp\.c_fc": 3},
     },
     "layers": {"r": 3, "lora_alpha": 2.5, "target_modules": ["c_attn"], "layers_to_transform": [0, 2]},
 }  # fmt: skip

@@ -104,7 +104,7 @@ def test_a_fault_is_seen(tmp_path, monkeypatch, fault):
     reference, model = their_logits(theirs(directory), rows), from_pretrained(directory)
     assert difference(our_logits(model, rows), reference) < 1e-4
     _put_fault(model, fault, monkeypatch)
-    far = 1e-3 if fault == "gelu" else 1e-2  # the two gelus are never further apart than 5e-4
+    far = 5e-4 if fault == "gelu" else 1e-2  # the two kinds of gelu are never further apart than 5e-4
     assert difference(our_logits(model, rows), reference) > far
 
 
@@ -130,9 +130,9 @@ def test_padded_batch(tmp_path, side):
     for b in range(len(rows)):  # transformers predicts a row's first token from the padding before it: no label there
         labels[b, np.flatnonzero(mask[b])[0]] = -100
     positions = np.maximum(np.cumsum(mask, 1) - 1, 0)
-    given = {k: torch.tensor(v) for k, v in {"attention_mask": mask, "labels": labels, "position_ids": positions}.items()}
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": positions}
     with torch.no_grad():
-        out = theirs(directory)(torch.tensor(ids), **given)
+        out = theirs(directory)(**{name: torch.tensor(value) for name, value in given.items()})
     ours = from_pretrained(directory)(ids, attention_mask=mask, labels=labels)
     assert abs(float(ours.loss.item()) - float(out.loss)) < 1e-5
     assert np.abs(ours.logits.numpy() - out.logits.numpy())[mask == 1].max() < 1e-4
@@ -191,11 +191,12 @@ def test_a_decoder_saved_there_without_its_head_loads_here(tmp_path):
     assert difference(our_logits(from_pretrained(tmp_path / "saved"), rows), their_logits(reference, rows)) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["plain", "as on the Hub", "scaled by layer"])
+@pytest.mark.parametrize("name", ["plain", "as on the Hub", "scaled by layer", "untied"])
 def test_greedy_tokens(tmp_path, name):
     directory, prompts = write_gpt2(tmp_path, **CASES[name]), some_rows((9, 3, 14))
     reference = theirs(directory)
     ours = generate(from_pretrained(directory), prompts, max_new_tokens=12, eos_token_id=())
+    assert name != "untied" or min(len(set(new)) for new in ours) > 4  # a tied head mostly repeats the last token
     for prompt, new in zip(prompts, ours, strict=True):
         ids = list(prompt)
         for token in new:  # not their generate(): its settings come from files
