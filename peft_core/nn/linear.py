@@ -45,7 +45,7 @@ class Linear(Module):
         """x (..., I) -> (..., O)."""
         return ops.linear(x, self.weight, self.bias)
 
-    def parts(self) -> tuple[Parameter, Parameter | None, tuple] | None:
+    def parts(self) -> tuple[Tensor, Parameter | None, tuple] | None:
         """(weight, bias, low-rank terms) for ``project``: a plain Linear has no terms."""
         return self.weight, self.bias, ()
 

@@ -20,9 +20,11 @@ def project(
     if ``gated``, else x.  Fused into one op where every linear says what it is made of: ``linear.parts()`` gives
     (weight, bias, ((a, b, scale), ...)), or None when it cannot say it so (dropout).  Else each is called in turn.
     """
+    if norm is not None and type(norm) is not RMSNorm:
+        x, norm = norm(x), None
     stated = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
     parts = [p for p in stated if p is not None]
-    if len(parts) < len(stated) or not (norm is None or type(norm) is RMSNorm):
+    if len(parts) < len(stated):
         return _composed(x, linears, norm, gated, residual)
     layout = Layout(tuple(bias is not None for _, bias, _ in parts), tuple(tuple(s for *_, s in t) for *_, t in parts))
     tensors: list[Tensor] = []
