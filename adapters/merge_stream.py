@@ -6,15 +6,17 @@ import json
 import re
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from adapters.io import TOKENIZER_FILES, StoredAdapter, other_copies, read_adapter, shape_problems
+from adapters.io import TOKENIZER_FILES, whole_problems
 from adapters.lora import LowRank, add_delta
 from adapters.merge import MergeReport
+from adapters.merge_tied import touches_tie, wanted_whole
+from adapters.stored import StoredAdapter, other_copies, read_adapter, shape_problems
 from peft_core.dtypes import as_dtype, dtype_name, is_float
 from peft_core.errors import AdapterError, ConfigError, ExportError, ModelError, expect
 from peft_core.safetensors_io import SafeFile, atomic_dir, atomic_write, save_file
@@ -31,18 +33,19 @@ class Base:
     directory: Path
     files: dict[str, SafeFile]
     where: dict[str, str]  # tensor name -> file name, in file order
+    alias: dict[str, str] = field(default_factory=dict)  # a tied head that is written out: its name -> the table's
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return tuple(self.files[self.where[name]].shape(name))
+        return tuple(self.files[self.where[name]].shape(self.alias.get(name, name)))
 
     def dtype(self, name: str) -> np.dtype:
         """Dtype of a tensor."""
-        return self.files[self.where[name]].dtype(name)
+        return self.files[self.where[name]].dtype(self.alias.get(name, name))
 
     def get(self, name: str) -> np.ndarray:
         """A tensor, as a read-only view of the file."""
-        return self.files[self.where[name]].get(name)
+        return self.files[self.where[name]].get(self.alias.get(name, name))
 
 
 def merge_directory(
@@ -54,7 +57,8 @@ def merge_directory(
 ) -> MergeReport:
     """Write ``out_dir``: the base's files with W + scaling * B A in the adapted weights, under the same names.
 
-    The delta is formed in float32 and rounded once. ``dtype`` "auto" keeps each tensor's dtype, another one converts
+    The delta is formed in float32 and rounded once. Where head and embedding are tied and the adapter changes one of
+    them, both are written and the config says so. ``dtype`` "auto" keeps each tensor's dtype, another one converts
     all floating tensors. Config, tokenizer and generation files come along. The directory appears complete or not at
     all. Raises AdapterError (both sizes listed) if the adapter does not fit, ModelError for a damaged base, ExportError
     if the result does not verify, ConfigError for a dtype or size that is none.
@@ -62,7 +66,9 @@ def merge_directory(
     target_dtype = _wanted_dtype(dtype)
     base, limit = read_base(Path(base_dir)), parse_size(max_shard_size)
     config = _read_json(base.directory / "config.json")
-    stored = _fitted(read_adapter(adapter_dir), base, config)
+    stored = read_adapter(adapter_dir)
+    base, config = _untied(base, stored, config)
+    stored = _fitted(stored, base)
     report = MergeReport()
     with atomic_dir(out_dir) as building:
         shards = plan_shards(base, target_dtype, limit)
@@ -114,24 +120,42 @@ def _read_json(path: Path) -> dict[str, Any]:
     return dict(values)
 
 
-def _fitted(stored: StoredAdapter, base: Base, config: dict[str, Any]) -> StoredAdapter:
+def _untied(base: Base, stored: StoredAdapter, config: dict[str, Any]) -> tuple[Base, dict[str, Any]]:
+    """Base and config with a head of its own, if the adapter changes one of two tied weights."""
+    tie = touches_tie(stored, list(base.where)) if config.get("tie_word_embeddings") else None
+    if tie is None:
+        return base, config
+    head, table = tie
+    warnings.warn(f"{base.directory} ties {head} to {table}, and the adapter changes one of the two; the merged model "
+                  "has two weights, and its config says tie_word_embeddings = false", stacklevel=3)  # fmt: skip
+    if head not in base.where:
+        base = replace(base, where={**base.where, head: base.where[table]}, alias={head: table})
+    return base, {**config, "tie_word_embeddings": False}
+
+
+def _fitted(stored: StoredAdapter, base: Base) -> StoredAdapter:
     """The adapter under the base's names, after every check that needs no numbers."""
     matrices = {name.removesuffix(".weight") for name in base.where if name.endswith(".weight")}
     stored = stored.renamed(matrices)
     problems = list(stored.problems)
     transposed = _is_transposed(stored, base)
-    for path, (a, b) in stored.pairs.items():
+    for path in stored.pairs:
         if path not in matrices:
             problems.append(f"extra key {path}.lora_A/B.weight: the base has no tensor {path}.weight")
             continue
         size = base.shape(f"{path}.weight")
-        problems += shape_problems(path, a, b, size[::-1] if transposed else size) if len(size) == 2 else [
+        swapped = transposed or path in stored.tables
+        problems += shape_problems(stored, path, size[::-1] if swapped else size) if len(size) == 2 else [
             f"wrong shape {path}: the base's weight is {size}, not a matrix"]  # fmt: skip
         own = base.dtype(f"{path}.weight")
         if not is_float(own):
             problems.append(f"{path}.weight is {dtype_name(own)}: quantized weights do not merge")
-        if config.get("tie_word_embeddings") and path.rsplit(".", 1)[-1] in ("lm_head", "embed_out"):
-            problems.append(f"{path} is tied to the embedding (tie_word_embeddings): merging would change both")
+        if path in stored.lora_bias and f"{path}.bias" not in base.where:
+            problems.append(f"{path}.lora_B.bias: the base has no {path}.bias to merge it into")
+    wanted = {name: base.shape(name) for name in wanted_whole(stored, list(base.where)) if base.shape(name)}
+    wanted = {name: shape for name, shape in wanted.items() if name in stored.whole or len(shape) == 1
+              or not name.endswith(".bias")}  # fmt: skip
+    problems += [line for lines in whole_problems(stored, wanted, list(stored.pairs)) for line in lines]
     problems += other_copies(stored, lambda path: base.get(f"{path}.weight") if path in matrices else None)
     expect(stored.pairs or problems, AdapterError, f"{stored.directory} has no LoRA tensors", expected="some")
     if problems:
@@ -149,6 +173,8 @@ def _is_transposed(stored: StoredAdapter, base: Base) -> bool:
     """Whether the base stores its weights (I, O): what the shapes say; the config decides where all are square."""
     for path, (a, b) in stored.pairs.items():
         name = f"{path}.weight"
+        if path in stored.tables:
+            continue
         out_in = (b.shape[0], a.shape[-1])
         if name in base.where and out_in[0] != out_in[1] and base.shape(name) in (out_in, out_in[::-1]):
             return base.shape(name) != out_in
@@ -161,23 +187,38 @@ def _is_transposed(stored: StoredAdapter, base: Base) -> bool:
 def _output(base: Base, stored: StoredAdapter, name: str, dtype: np.dtype | None, report: MergeReport) -> np.ndarray:
     """One tensor of the result."""
     old = base.get(name)
-    path = name.removesuffix(".weight")
     to = dtype if dtype is not None and is_float(old.dtype) else old.dtype
-    if not name.endswith(".weight") or path not in stored.pairs:
+    delta = _delta(base, stored, name, old)
+    if delta is None:
         with np.errstate(over="ignore"):
             new = old if to == old.dtype else old.astype(to)
         finite = to == old.dtype or np.isfinite(new.astype(np.float32)).all()
         expect(finite, AdapterError, f"{name} does not fit into {dtype_name(to)}: NaN or infinity",
                expected="finite weights", fix="Choose bfloat16 or float32; nothing was written.")  # fmt: skip
         return new
-    a, b = stored.pairs[path]
-    delta = LowRank(a, b, stored.scaling(path)).delta()  # (O, I)
-    delta = delta.T if _is_transposed(stored, base) else delta
     wide = old.astype(np.float64 if old.dtype == np.float64 else np.float32)
     with np.errstate(over="ignore"):
-        new = add_delta(old, delta) if to == old.dtype else add_delta(wide, delta).astype(to)
+        if name in stored.whole and name.rpartition(".")[0] not in stored.lora_bias:
+            new = stored.whole[name].astype(to)
+        else:
+            new = add_delta(old, delta) if to == old.dtype else add_delta(wide, delta).astype(to)
     report.add(name, wide, new, delta)
     return new
+
+
+def _delta(base: Base, stored: StoredAdapter, name: str, old: np.ndarray) -> np.ndarray | None:
+    """What the adapter adds to the tensor ``name``, float32 in its shape; None for nothing."""
+    path, _, last = name.rpartition(".")
+    delta = None
+    if name in stored.whole:
+        delta = stored.whole[name].astype(np.float32) - old.astype(np.float32)
+    if last == "bias" and path in stored.lora_bias:
+        more = stored.lora_bias[path].astype(np.float32) * np.float32(stored.scaling(path))  # (O,)
+        delta = more if delta is None else delta + more
+    if last == "weight" and path in stored.pairs:
+        delta = LowRank(*stored.pairs[path], stored.scaling(path)).delta()  # (O, I)
+        delta = delta.T if path in stored.tables or _is_transposed(stored, base) else delta
+    return delta
 
 
 def plan_shards(base: Base, dtype: np.dtype | None, limit: int) -> dict[str, list[str]]:
@@ -213,11 +254,11 @@ def _copy_others(source: Path, out: Path, config: dict[str, Any], dtype: np.dtyp
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-    if dtype is None:
+    if dtype is None and config == _read_json(source / "config.json"):
         shutil.copyfile(source / "config.json", out / "config.json")
     else:
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        config = {**config, **dict.fromkeys(keys, dtype_name(dtype))}
+        config = {**config, **(dict.fromkeys(keys, dtype_name(dtype)) if dtype is not None else {})}
         atomic_write(out / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     described, template = out / "tokenizer_config.json", out / "chat_template.jinja"
     if not described.is_file():

@@ -149,15 +149,18 @@ class CausalLM(Module):
         mask = np.ones(ids.shape, bool) if attention_mask is None else _mask(attention_mask, ids.shape)
         rows = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
         new = generate(self, rows, **{"max_new_tokens": 20, **options})
-        eos = self.config.eos_token_id
-        fill = self.config.pad_token_id
-        if fill is None:
-            fill = (eos[0] if isinstance(eos, list) else eos) or 0
-        out = np.full((len(ids), ids.shape[1] + max(map(len, new), default=0)), fill, np.int64)
+        out = np.full((len(ids), ids.shape[1] + max(map(len, new), default=0)), self.padding_id, np.int64)
         out[:, : ids.shape[1]] = ids
         for b, tokens in enumerate(new):
             out[b, ids.shape[1] : ids.shape[1] + len(tokens)] = tokens
         return out
+
+    @property
+    def padding_id(self) -> int:
+        """What short rows are filled up with: the padding id, else the first end-of-text id, else 0."""
+        eos = self.config.eos_token_id
+        first = eos[0] if isinstance(eos, list) else eos
+        return int((first or 0) if self.config.pad_token_id is None else self.config.pad_token_id)
 
     # ------------------------------------------------------------------ names people know
 

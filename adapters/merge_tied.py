@@ -1,0 +1,38 @@
+"""What merging on disk has to know of names alone: tied heads, and which tensors an adapter replaces."""
+
+from __future__ import annotations
+
+from adapters.match import selects
+from adapters.stored import StoredAdapter
+
+HEADS = ("lm_head", "embed_out")
+TABLES = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+
+
+def touches_tie(stored: StoredAdapter, names: list[str]) -> tuple[str, str] | None:
+    """(head, table), the tensors' names, if ``stored`` changes one of the two; None if it leaves both alone."""
+    changed = [*stored.pairs, *(name.rpartition(".")[0] for name in stored.whole)]
+    table = next((name for name in names if name.endswith(".weight") and _last(name.removesuffix(".weight")) in TABLES),
+                 None)  # fmt: skip
+    ours = {_last(path) for path in changed}
+    if table is None or not ours & {*HEADS, *TABLES}:
+        return None
+    head = next((path for path in changed if _last(path) in HEADS), HEADS[0])
+    return f"{head}.weight", table
+
+
+def _last(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
+
+
+def wanted_whole(stored: StoredAdapter, names: list[str]) -> list[str]:
+    """The base's tensors ``names`` that the config says are in the file as they are."""
+    config, saved = stored.config, stored.config.modules_to_save or []
+    chosen = []
+    for name in names:
+        path = name.rpartition(".")[0]
+        above = [path[:i] for i, letter in enumerate(path) if letter == "."] + [path]
+        bias = name.endswith(".bias") and (config.bias == "all" or (config.bias == "lora_only" and path in stored.pairs))
+        if bias or (saved and any(selects(saved, part) for part in above)):
+            chosen.append(name)
+    return chosen
