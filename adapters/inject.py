@@ -105,8 +105,8 @@ def add_adapter(
         own = dict(layer.base_layer.named_parameters())
         arrays = {name: values.whole.get(f"{path}.{name}", own[name].data) for name in names}
         layer.adapters[adapter_name] = copied(layer.base_layer, arrays)
-    for path in [*match.targets, *match.copies]:
-        layer = model.get_submodule(path)
+    layers = adapter_layers(model)
+    for layer in (layers[path] for path in [*match.targets, *match.copies]):
         layer.adapters[adapter_name].train(layer.training)
         for parameter in layer.own_parameters(adapter_name):
             parameter.requires_grad = trainable

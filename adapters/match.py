@@ -250,12 +250,13 @@ def _with_bias(layers: dict[str, Module], paths: list[str]) -> frozenset[str]:
 def match_copies(model: Module, config: LoraConfig, targets: list[str], *, strict: bool = True) -> dict[str, list[str]]:
     """path -> names of the parameters that train as they are: modules_to_save, and with bias="all" other biases.
 
+    PEFT's rule for modules_to_save: a path that ends with the entry, "norm" is "input_layernorm" too.
     Raises ConfigError for an entry that names no module with parameters, and where LoRA and a copy would meet.
     """
     layers = dict(named_layers(model))
     copies: dict[str, list[str]] = {}
     for entry in config.modules_to_save or []:
-        found = [path for path in layers if path and selects([entry], path) and _own_names(layers[path])]
+        found = [path for path in layers if path and path.endswith(entry) and _own_names(layers[path])]
         expect(found or not strict, ConfigError, f"modules_to_save {entry!r} matches no module of {model_name(model)}",
                expected=f"names such as {_last_names(p for p, m in layers.items() if p and _direct(m))}")  # fmt: skip
         copies.update({path: _own_names(layers[path]) for path in found})

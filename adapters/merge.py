@@ -138,7 +138,7 @@ def _untie(model: Module) -> None:
         return
     ends = (getattr(model, name, Module)() for name in ("get_input_embeddings", "get_output_embeddings"))
     weights = [getattr(base_of(end), "weight", None) for end in ends]
-    if None not in weights and weights[0] is not weights[1]:
+    if all(weight is not None for weight in weights) and weights[0] is not weights[1]:
         config.tie_word_embeddings = False  # type: ignore[union-attr]
         warnings.warn("the head and the embedding were tied; the merged model has two weights, and its config says "
                       "tie_word_embeddings = false", stacklevel=4)  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from adapters.match import selects
 from adapters.stored import StoredAdapter
 
 HEADS = ("lm_head", "embed_out")
@@ -32,7 +31,8 @@ def wanted_whole(stored: StoredAdapter, names: list[str]) -> list[str]:
     for name in names:
         path = name.rpartition(".")[0]
         above = [path[:i] for i, letter in enumerate(path) if letter == "."] + [path]
-        bias = name.endswith(".bias") and (config.bias == "all" or (config.bias == "lora_only" and path in stored.pairs))
-        if bias or (saved and any(selects(saved, part) for part in above)):
+        inside = config.bias == "all" or (config.bias == "lora_only" and path in stored.pairs)
+        bias = name.endswith(".bias") and inside
+        if bias or any(part.endswith(entry) for entry in saved for part in above):
             chosen.append(name)
     return chosen

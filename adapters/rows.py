@@ -87,7 +87,7 @@ def _rows_of(value: Any, rows: list[int], n_rows: int, required: bool = False) -
     """The ``rows`` of a rectangle (B, ...); what is no rectangle is handed through, and so is one row for all."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
         value = np.asarray(value)
-    shape = getattr(value, "shape", ())
+    shape: tuple[int, ...] = getattr(value, "shape", ())
     if len(shape) < 2 or (shape[0] == 1 != n_rows and not required):
         return value
     expect(shape[0] == n_rows, ConfigError, f"adapter_names has {n_rows} entries for {shape[0]} rows",

@@ -47,7 +47,7 @@ class StoredAdapter:
     directory: Path
     config: LoraConfig
     pairs: dict[str, Start] = field(default_factory=dict)  # path -> A (R, I), B (O, R)
-    problems: list[str] = field(default_factory=list)  # one line each: keys that mean nothing here, half a pair, no weights
+    problems: list[str] = field(default_factory=list)  # a line each: keys of no meaning, half a pair, no weights
     copies: dict[str, np.ndarray] = field(default_factory=dict)  # path -> the base's weight, a copy
     tables: set[str] = field(default_factory=set)  # the paths of pairs that belong to embeddings
     lora_bias: dict[str, np.ndarray] = field(default_factory=dict)  # path -> (O,), added to B A x before scaling

@@ -36,10 +36,11 @@ def generate(
 
     ``top_k``: only the k likeliest; ``top_p``: then only the smallest set of likeliest tokens with at least that much
     of the probability (Holtzman et al., arXiv:1904.09751, section 3.1).  ``seed``: each row has its own stream, made
-    from the seed and the row's number (``row_numbers``: default 0, 1, ...); other rows do not change it.  A row ends with a token of ``eos_token_id``
-    (included; default: the model's own, () for none) or after ``max_new_tokens``.  ``on_token(row, id)`` hears each
-    token at once.  Runs in eval mode without recording.  ``use_cache=False`` runs the whole rows again for each token:
-    slow, to compare with.  Raises ConfigError for settings and DataError for prompts that make no sense.
+    from the seed and the row's number (``row_numbers``: default 0, 1, ...); other rows do not change it.  A row ends
+    with a token of ``eos_token_id`` (included; default: the model's own, () for none) or after ``max_new_tokens``.
+    ``on_token(row, id)`` hears each token at once.  Runs in eval mode without recording.  ``use_cache=False`` runs the
+    whole rows again for each token: slow, to compare with.  Raises ConfigError for settings and DataError for prompts
+    that make no sense.
     """
     _check_settings(max_new_tokens, do_sample, temperature, top_k, top_p)
     rows = [_prompt(i, prompt) for i, prompt in enumerate(prompts)]
