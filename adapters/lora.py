@@ -133,7 +133,11 @@ class LoraLayer(AdapterLayer):
         shift = self._bias_delta(names)
         if shift is not None:
             old = base.bias.data if getattr(base, "bias", None) is not None else 0 * shift.astype(base.weight.dtype)
-            changes.append(Change("bias", old, add_delta(old, shift), shift))
+            trained = [self.adapters[name] for name in names if self.adapters[name].bias is not None]
+            new = add_delta(old, shift)
+            if len(trained) == 1 and not any(self.adapters[name].lora_bias is not None for name in names):
+                new = trained[0].bias.data.astype(old.dtype)  # type: ignore[union-attr]  # as it was trained, exactly
+            changes.append(Change("bias", old, new, shift))
         return plain_layer({change.name: change.new for change in changes}, base), changes
 
     def _bias_delta(self, names: Sequence[str]) -> Array | None:

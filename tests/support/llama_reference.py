@@ -12,10 +12,10 @@ def make_llama(directory, seed=0, tied=False, **values):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = LlamaConfig(**{**dict(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
-        **values,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2),
+        **values},
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
