@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from peft_core import ops
 from peft_core.backend import Array, device_of, to_device, xp_of
+from peft_core.dtypes import is_float, promote
 from peft_core.nn import Module, Parameter
 from peft_core.tensor import Tensor
 
@@ -66,8 +68,14 @@ class TrainedCopy(AdapterLayer):
         return next((self.adapters[name] for name in self.active), self.base_layer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module in use computes."""
-        return self.current()(*args, **kwargs)
+        """What the module in use computes, in the dtype that the base would give."""
+        y = self.current()(*args, **kwargs)
+        own = next((p.dtype for p in self.base_layer.parameters()), None)
+        if not isinstance(y, Tensor) or own is None:
+            return y
+        inputs = [x.dtype for x in args if isinstance(x, Tensor) and is_float(x.dtype)]
+        wanted = promote(own, *inputs)
+        return y if promote(y.dtype, wanted) == wanted else ops.astype(y, dtype=wanted)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("base_layer", "adapters", "active"):  # not there yet: copying, unpickling

@@ -132,8 +132,9 @@ class Tokenizer:
     ) -> Encoded:
         """Return ``input_ids`` and ``attention_mask`` of one text (lists) or of several (lists of lists, or arrays).
 
-        ``padding`` fills rows up to the longest with ``pad_token_id`` (or ``eos_token_id``); ``return_tensors``
-        "np" gives int64 arrays (B, T), "pt" (the name in people's code) Tensors of them. Raises ConfigError for other tensor kinds, and when ragged rows cannot form an array.
+        ``padding`` fills rows up to the longest with ``pad_token_id`` (or ``eos_token_id``); ``return_tensors``: "np"
+        gives int64 arrays (B, T), "pt" (the name in people's code) Tensors of them. Raises ConfigError for other tensor
+        kinds, and when ragged rows cannot form an array.
         """
         expect(
             return_tensors in (None, "np", "pt"),
