@@ -1,4 +1,4 @@
-"""Put adapters into a model: freeze it, wrap the chosen layers, say what was done; which adapters act and which train."""
+"""Put adapters into a model: freeze it, wrap the chosen layers, say what was done; which act and which train."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _expect_adaptable(config: LoraConfig, layers: dict[str, Module], entries: En
             if not path or not chooses(path) or (config.exclude_modules and selects(config.exclude_modules, path)):
                 continue
             expect(not isinstance(module, TrainedCopy), ConfigError,
-                   f"target_modules {name!r} matches {path}, which adapters {sorted(_names_at(module))} train as a whole",
+                   f"target_modules {name!r} matches {path}, which adapters {_names_at(module)} train as a whole",
                    expected="one kind of adapter per module", fix="Delete that adapter first.")  # fmt: skip
             holds = any(isinstance(value, Parameter) for value in vars(module).values())
             if name != "all-linear" and holds and wrapper_of(module) is None:

@@ -180,7 +180,7 @@ def test_saved_modules_and_biases_replace_the_bases(tmp_path):
         assert np.array_equal(out[name], tensor.data), name
     file = adapter / "adapter_model.safetensors"
     save_file({n: a for n, a in load_file(file).items() if "lm_head" not in n}, file)
-    with pytest.raises(AdapterError, match="missing key base_model.model.lm_head.weight"):
+    with pytest.raises(AdapterError, match=r"missing key base_model.model.lm_head.weight"):
         merge_directory(base, adapter, tmp_path / "out2")
 
 
