@@ -70,9 +70,7 @@ def inject(
     def start(path: str, rank: int, layer: LoraLayer) -> Start:
         if isinstance(layer, LoraEmbedding):
             return init.table(config.init_lora_weights, rank, layer.in_features, layer.out_features, generator)
-        return init.starting_values(
-            config.init_lora_weights, rank, layer.in_features, layer.out_features, generator
-        )
+        return init.starting_values(config.init_lora_weights, rank, layer.in_features, layer.out_features, generator)
 
     trainable = not config.inference_mode
     return add_adapter(model, config, match, Values(start), adapter_name, active=active, trainable=trainable)
@@ -89,9 +87,9 @@ def add_adapter(
     trainable: bool = True,
 ) -> InjectReport:
     """Wrap the layers of ``match`` and give them the adapter that ``values`` starts."""
-    good = isinstance(adapter_name, str) and adapter_name and "." not in adapter_name and adapter_name != BASE
-    expect(good, ConfigError, f"adapter name {adapter_name!r} cannot be used",
-           expected=f"a text without a dot, other than {BASE!r}")  # fmt: skip
+    good = isinstance(adapter_name, str) and adapter_name and not set(adapter_name) & set("./\\\0")
+    expect(good and adapter_name != BASE, ConfigError, f"adapter name {adapter_name!r} cannot be used",
+           expected=f"a text without a dot or a slash, other than {BASE!r}")  # fmt: skip
     expect(adapter_name not in adapter_names(model), ConfigError, f"adapter {adapter_name!r} exists already",
            expected=f"a name besides {adapter_names(model)}",
            fix="Delete it first, or choose another name.")  # fmt: skip
@@ -180,9 +178,10 @@ BASE = "__base__"  # in a choice per row: no adapter
 def set_active(model: Module, names: Sequence[str]) -> None:
     """Apply exactly the adapters ``names``; what trains does not change.
 
-    Raises ConfigError for an unknown name, and for two adapters that both replace the same module.
+    A name said twice is applied once. Raises ConfigError for an unknown name, and for two adapters that both replace
+    the same module.
     """
-    known = adapter_names(model)
+    known, names = adapter_names(model), list(dict.fromkeys(names))
     unknown = [name for name in names if name not in known]
     expect(not unknown, ConfigError, f"adapter {unknown} is not in the model", expected=f"names among {known}")
     layers = adapter_layers(model)
@@ -203,21 +202,35 @@ def _expect_one_copy(model: Module, paths: Any) -> None:
                expected="one of them active at a time", fix="Deactivate it first: set_adapter([]).")  # fmt: skip
 
 
+def set_trainable(model: Module, names: Sequence[str], trainable: bool) -> None:
+    """Train the adapters ``names``, or freeze them; which act does not change.  Raises ConfigError: unknown name."""
+    known = adapter_names(model)
+    unknown = [name for name in names if name not in known]
+    expect(not unknown, ConfigError, f"adapter {unknown} is not in the model", expected=f"names among {known}")
+    for layer in adapter_layers(model).values():
+        for name in set(names) & set(layer.adapters):
+            for parameter in layer.own_parameters(name):
+                parameter.requires_grad = trainable
+
+
 @contextlib.contextmanager
 def only_active(model: Module, names: Sequence[str]) -> Iterator[None]:
-    """Inside, exactly the adapters ``names`` are applied; afterwards the same as before."""
+    """Inside, exactly the adapters ``names`` are applied; afterwards those of before that are still there."""
     before = {layer: layer.active for layer in adapter_layers(model).values()}
     try:
         set_active(model, names)
         yield
     finally:
-        for layer, active in before.items():
-            layer.active = active
+        for layer in adapter_layers(model).values():  # some may be new, some have lost an adapter
+            layer.active = tuple(name for name in before.get(layer, ()) if name in layer.adapters)
 
 
 def delete_adapter(model: Module, adapter_name: str) -> None:
-    """Remove an adapter; layers without any become plain again.  Raises ConfigError for an unknown name."""
-    known = adapter_names(model)
+    """Remove an adapter; layers without any become plain again.  Raises ConfigError for an unknown name.
+
+    If it was the only active one, the first of the others becomes active, as in PEFT, with a warning.
+    """
+    known, active = adapter_names(model), active_adapters(model)
     expect(adapter_name in known, ConfigError, f"adapter {adapter_name!r} is not in the model",
            expected=f"one of {known}")  # fmt: skip
     for path, layer in adapter_layers(model).items():
@@ -225,6 +238,10 @@ def delete_adapter(model: Module, adapter_name: str) -> None:
         layer.adapters.pop(adapter_name, None)
         if not layer.adapters:
             model.set_submodule(path, layer.base_layer)
+    left = [name for name in known if name != adapter_name]
+    if active == [adapter_name] and left:
+        set_active(model, left[:1])
+        warnings.warn(f"adapter {adapter_name!r} was the active one; {left[0]!r} is active now", stacklevel=3)
 
 
 def count_parameters(model: Module) -> tuple[int, int]:

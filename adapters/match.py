@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from adapters.config import LoraConfig
+from adapters.config import LoraConfig, after_name, at_end
 from adapters.layer import AdapterLayer, TrainedCopy
 from adapters.lora import LoraLayer, wrapper_of
 from peft_core.errors import ConfigError, expect
@@ -48,6 +48,15 @@ def named_layers(model: Module) -> Iterator[tuple[str, Module]]:
         yield path, module
 
 
+def hidden_layers(model: Module) -> Iterator[tuple[str, Module, str, TrainedCopy]]:
+    """(path, module, path of the copy, the copy) of what stands inside modules that an adapter trains as a whole."""
+    for path, module in named_layers(model):
+        if isinstance(module, TrainedCopy):
+            for inner, child in module.base_layer.named_modules():
+                if inner:
+                    yield f"{path}.{inner}", child, path, module
+
+
 def base_of(module: Module) -> Module:
     """``module`` itself, or what it is wrapped around."""
     return module.base_layer if isinstance(module, AdapterLayer) else module
@@ -79,7 +88,7 @@ def selects(names: list[str] | str, path: str) -> bool:
 def layer_index(path: str, patterns: list[str] | str | None) -> int | None:
     """The first number in ``path`` that follows a name (or one of ``patterns``): the layer it is in, else None."""
     listed = [patterns] if isinstance(patterns, str) else list(patterns or [])
-    shapes = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in listed] or [r".*?\.[^.]*\.(\d+)\."]
+    shapes = [after_name(pattern) for pattern in listed] or [r".*?\.[^.]*\.(\d+)\."]
     for shape in shapes:
         found = re.match(shape, path)
         if found:
@@ -89,7 +98,7 @@ def layer_index(path: str, patterns: list[str] | str | None) -> int | None:
 
 def pattern_matches(key: str, path: str) -> bool:
     """PEFT's rule for a key of rank_pattern or alpha_pattern: a regular expression for the end of a path."""
-    return re.match(rf"(.*\.)?({key})$", path) is not None
+    return re.match(at_end(key), path) is not None
 
 
 def pattern_value(table: dict[str, Any], path: str, default: Any) -> Any:
@@ -107,9 +116,11 @@ def match_modules(model: Module, config: LoraConfig, *, strict: bool = True) -> 
     layers = dict(named_layers(model))
     able = [path for path, module in layers.items() if wrapper_of(module) is not None]
     linear = [path for path in able if is_linear(layers[path])]
-    kept = _without_excluded(model, config, able, linear, list(layers) if strict else None)
+    every = [*layers, *(path for path, *_ in hidden_layers(model))]
+    kept = _without_excluded(model, config, able, linear, every if strict else None)
     entries = _entries(model, config)
     _expect_adaptable(config, layers, entries)
+    _expect_none_hidden(model, config, entries)
     paths = [path for path in kept if any(chooses(path) for chooses in entries.values())]
     if strict:
         _expect_all_match(model, entries, paths, able, linear)
@@ -141,8 +152,9 @@ def _entries(model: Module, config: LoraConfig) -> Entries:
     if names != "all-linear":
         return _choosers(names)
     head = getattr(model, "get_output_embeddings", lambda: None)()  # a model without it has no head
-    every = ((path, module) for path, module in named_layers(model) if module is not head)
-    return {"all-linear": {path for path, module in every if isinstance(base_of(module), Linear)}.__contains__}
+    every = [*named_layers(model), *((path, module) for path, module, *_ in hidden_layers(model))]
+    chosen = {path for path, module in every if module is not head and isinstance(base_of(module), Linear)}
+    return {"all-linear": chosen.__contains__}
 
 
 def _choosers(names: list[str] | str) -> Entries:
@@ -186,6 +198,22 @@ def _expect_adaptable(config: LoraConfig, layers: dict[str, Module], entries: En
                 )
 
 
+def _expect_none_hidden(model: Module, config: LoraConfig, entries: Entries) -> None:
+    """Inside a module that another adapter trains as a whole nothing can be adapted, and nothing is dropped."""
+    for path, module, above, owner in hidden_layers(model):
+        excluded = config.exclude_modules and selects(config.exclude_modules, path)
+        for name, chooses in entries.items():
+            if chooses(path) and in_layers(config, path) and not excluded and wrapper_of(module) is not None:
+                _refuse_hidden(f"target_modules {name!r}", path, above, owner)
+
+
+def _refuse_hidden(what: str, path: str, above: str, owner: TrainedCopy) -> None:
+    raise ConfigError(
+        f"{what} matches {path} inside {above}, which adapters {_names_at(owner)} train as a whole; expected one kind "
+        "of adapter per module. Delete that adapter first."
+    )
+
+
 def _names_at(module: Module) -> list[str]:
     return list(module.adapters) if isinstance(module, AdapterLayer) else []
 
@@ -194,9 +222,7 @@ def _article(name: str) -> str:
     return ("an " if name[:1].lower() in "aeiou" else "a ") + name
 
 
-def _expect_all_match(
-    model: Module, entries: Entries, paths: list[str], able: list[str], linear: list[str]
-) -> None:
+def _expect_all_match(model: Module, entries: Entries, paths: list[str], able: list[str], linear: list[str]) -> None:
     """Every entry chooses something; what the model has instead goes into the message."""
     idle = [name for name, chooses in entries.items() if not any(map(chooses, paths))]
     if not idle:
@@ -268,6 +294,14 @@ def match_copies(model: Module, config: LoraConfig, targets: list[str], *, stric
                 copies[path] = ["bias"]
     for path in copies:
         _expect_one_kind(path, layers, targets)
+    for path, module, above, owner in hidden_layers(model):
+        if any(path.startswith(other + ".") for other in copies):
+            continue
+        for entry in config.modules_to_save or []:
+            if path.endswith(entry) and _own_names(module):
+                _refuse_hidden(f"modules_to_save {entry!r}", path, above, owner)
+        if config.bias == "all" and isinstance(vars(module).get("bias"), Parameter):
+            _refuse_hidden("bias 'all'", f"{path}.bias", above, owner)
     return copies
 
 

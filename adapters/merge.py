@@ -108,6 +108,7 @@ def _chosen(model: Module, names: Sequence[str] | None) -> list[str]:
                expected="all adapters active, or a choice", fix=f"Pass adapter_names, some of {known}.")  # fmt: skip
         return active
     unknown = [name for name in names if name not in known]
+    expect(not isinstance(names, str), ConfigError, f"adapter_names is {names!r}", expected="a list of adapter names")
     expect(names and not unknown, ConfigError, f"adapter_names is {list(names)}", expected=f"names among {known}")
     return list(dict.fromkeys(names))
 

@@ -22,7 +22,7 @@ PeftConfig = LoraConfig  # the one kind of config there is
 
 
 def get_peft_model(
-    model: Module, peft_config: LoraConfig, adapter_name: str = "default", generator: Generator | None = None
+    model: Module, peft_config: LoraConfig, adapter_name: str = "default", *, generator: Generator | None = None
 ) -> PeftModel:
     """Inject a new, trainable adapter into ``model`` and wrap it; see ``adapters.inject`` for what is raised."""
     face = PeftModel(model)
@@ -38,6 +38,9 @@ class PeftModel(Module):
     """
 
     def __init__(self, base_model: Module) -> None:
+        expect(not isinstance(base_model, PeftModel), ConfigError, "the model is a PeftModel already",
+               expected="a model without that wrapper",
+               fix="Call its add_adapter() or load_adapter(), or pass get_base_model().")  # fmt: skip
         self.base_model = base_model
         self.peft_config: dict[str, LoraConfig] = {}
         self.training = base_model.training
@@ -114,8 +117,13 @@ class PeftModel(Module):
         """Apply exactly this adapter, or these; what is trainable does not change."""
         set_active(self.base_model, [adapter_name] if isinstance(adapter_name, str) else list(adapter_name))
 
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        """Train this adapter, or these, or freeze them; which are active does not change."""
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        _inject.set_trainable(self.base_model, names, requires_grad)
+
     def delete_adapter(self, adapter_name: str) -> None:
-        """Remove an adapter; layers without any become plain again.  Raises ConfigError for an unknown name."""
+        """Remove an adapter; if it was the only active one, the first of the others becomes active (a warning)."""
         _inject.delete_adapter(self.base_model, adapter_name)
         self.peft_config.pop(adapter_name, None)
 
@@ -127,12 +135,24 @@ class PeftModel(Module):
 
     # ------------------------------------------------------------------ out of it
 
-    def save_pretrained(self, directory: str | Path, selected_adapters: Sequence[str] | None = None) -> None:
-        """Write the adapters in PEFT's format: "default" into ``directory``, others into a folder of their name."""
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        safe_serialization: bool = True,
+        selected_adapters: Sequence[str] | None = None,
+    ) -> None:
+        """Write the adapters in PEFT's format: "default" into ``save_directory``, others into a folder of their name.
+
+        Raises ConfigError for an unknown name and for safe_serialization=False: pickled files are not written.
+        """
+        expect(safe_serialization is True, ConfigError, f"safe_serialization is {safe_serialization!r}",
+               expected="True: adapters are written as safetensors")  # fmt: skip
+        expect(not isinstance(selected_adapters, str), ConfigError, f"selected_adapters is {selected_adapters!r}",
+               expected="a list of adapter names")  # fmt: skip
         for name in adapter_names(self.base_model) if selected_adapters is None else selected_adapters:
             expect(name in self.peft_config, ConfigError, f"adapter {name!r} is not in the model",
                    expected=f"names among {list(self.peft_config)}")  # fmt: skip
-            path = Path(directory) if name == "default" else Path(directory) / name
+            path = Path(save_directory) if name == "default" else Path(save_directory) / name
             _io.save_adapter(self.base_model, path, self.peft_config[name], name)
 
     def merge_and_unload(

@@ -39,6 +39,10 @@ def call(model: Module, chosen: Sequence[str], args: tuple[Any, ...], kwargs: di
     number for all rows belongs to no adapter) and where the number of rows differs.
     """
     groups = groups_of(model, chosen)
+    inputs = [value for value in [*args, *kwargs.values()] if _n_rows(value) is not None]
+    expect(any(_n_rows(value) == len(chosen) for value in inputs), ConfigError,
+           f"adapter_names has {len(chosen)} entries and the inputs have {[_n_rows(value) for value in inputs]} rows",
+           expected="a rectangle (B, ...) and one name for each row")  # fmt: skip
     expect(kwargs.get("labels") is None, ConfigError, "adapter_names and labels were both given",
            expected="no labels beside a choice per row", fix="Take the loss of the logits.")  # fmt: skip
     results = []
@@ -85,14 +89,20 @@ def generate(model: Any, chosen: Sequence[str], input_ids: Any, options: dict[st
 
 def _rows_of(value: Any, rows: list[int], n_rows: int, required: bool = False) -> Any:
     """The ``rows`` of a rectangle (B, ...); what is no rectangle is handed through, and so is one row for all."""
-    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
-        value = np.asarray(value)
-    shape: tuple[int, ...] = getattr(value, "shape", ())
-    if len(shape) < 2 or (shape[0] == 1 != n_rows and not required):
+    found = _n_rows(value)
+    if not required and (found is None or found == 1 != n_rows):
         return value
-    expect(shape[0] == n_rows, ConfigError, f"adapter_names has {n_rows} entries for {shape[0]} rows",
+    expect(found == n_rows, ConfigError, f"adapter_names has {n_rows} entries for {found or 'no'} rows",
            expected="one for each row")  # fmt: skip
-    return to_numpy(value.data if isinstance(value, Tensor) else value)[rows]
+    return to_numpy(value.data if isinstance(value, Tensor) else np.asarray(value))[rows]
+
+
+def _n_rows(value: Any) -> int | None:
+    """B of a rectangle (B, ...), of lists too; None for anything else."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
+        return len(value)
+    shape: tuple[int, ...] = getattr(value, "shape", ())
+    return int(shape[0]) if len(shape) >= 2 else None
 
 
 def _joined(parts: list[Tensor], order: np.ndarray) -> Tensor:

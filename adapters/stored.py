@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 
 from adapters.config import CONFIG_NAME, LoraConfig
 from adapters.init import Start
-from adapters.match import pattern_value
+from adapters.match import pattern_matches, pattern_value
 from peft_core.dtypes import dtype_name, is_float
 from peft_core.errors import AdapterError, expect
 from peft_core.safetensors_io import SafeFile
@@ -67,12 +67,8 @@ class StoredAdapter:
         def moved(table: dict[str, Any]) -> dict[str, Any]:
             return {add + path.removeprefix(cut): value for path, value in table.items()}
 
-        pairs, names = moved(self.pairs), self.config.target_modules
-        if isinstance(names, list):
-            names = [name.removeprefix(cut) for name in names]
-        elif names != "all-linear":
-            names = sorted(pairs)  # an expression over the file's paths says nothing about the model's
-        config = dataclasses.replace(self.config, target_modules=names)
+        pairs = moved(self.pairs)
+        config = _renamed_config(self.config, {path: add + path.removeprefix(cut) for path in self.pairs}, cut)
         return dataclasses.replace(
             self, config=config, pairs=pairs, copies=moved(self.copies), lora_bias=moved(self.lora_bias),
             whole=moved(self.whole), tables=set(moved(dict.fromkeys(self.tables))),
@@ -94,6 +90,29 @@ class StoredAdapter:
             tensors[self.key(path, "A")], tensors[self.key(path, "B")] = a, b
         tensors.update({f"{PREFIX}{path}.lora_B.bias": bias for path, bias in self.lora_bias.items()})
         return {**tensors, **{whole_key(name, self.pairs): array for name, array in self.whole.items()}}
+
+
+def _renamed_config(config: LoraConfig, names: Mapping[str, str], cut: str) -> LoraConfig:
+    """``config`` for layers that have new names (old -> new): each keeps the rank and the alpha it had."""
+    targets, excluded = config.target_modules, config.exclude_modules
+    if isinstance(excluded, str) or (isinstance(targets, str) and targets != "all-linear"):
+        targets, excluded = sorted(names.values()), None  # an expression over old paths says nothing about the new ones
+    if isinstance(targets, list):
+        targets = [name.removeprefix(cut) for name in targets]
+    if isinstance(excluded, list):
+        excluded = [name.removeprefix(cut) for name in excluded]
+
+    def table(old: dict[str, Any]) -> dict[str, Any]:
+        used = {key: value for key, value in old.items() if any(pattern_matches(key, new) for new in names.values())}
+        want = {new: pattern_value(old, path, None) for path, new in names.items()}
+        exact = {re.escape(new): value for new, value in want.items()
+                 if value is not None and pattern_value(used, new, None) != value}  # fmt: skip
+        return {**exact, **used}
+
+    return dataclasses.replace(
+        config, target_modules=targets, exclude_modules=excluded, rank_pattern=table(config.rank_pattern),
+        alpha_pattern=table(config.alpha_pattern),
+    )  # fmt: skip
 
 
 def other_copies(stored: StoredAdapter, base: Callable[[str], np.ndarray | None]) -> list[str]:
@@ -149,7 +168,7 @@ def _take(stored: StoredAdapter, halves: dict[str, dict[str, np.ndarray]], key: 
     """Put one tensor of the file where it belongs, or say why it belongs nowhere."""
     name, config, array = key.removeprefix(PREFIX), stored.config, file.get(key)
     n_dims: int | None = None
-    if found := _LORA_KEY.fullmatch(name):
+    if (found := _LORA_KEY.fullmatch(name)) and (found[2] or found[3]) not in halves.get(found[1], {}):
         halves.setdefault(found[1], {})[found[2] or found[3]] = array
         n_dims = 2
         if found[3]:
@@ -160,10 +179,10 @@ def _take(stored: StoredAdapter, halves: dict[str, dict[str, np.ndarray]], key: 
     elif (found := _LORA_BIAS_KEY.fullmatch(name)) and config.lora_bias:
         stored.lora_bias[found[1]] = array
         n_dims = 1
-    elif (found := _BIAS_KEY.fullmatch(name)) and config.bias != "none":
+    elif (found := _BIAS_KEY.fullmatch(name)) and config.bias != "none" and f"{found[1]}.bias" not in stored.whole:
         stored.whole[f"{found[1]}.bias"] = array
         n_dims = 1
-    elif not _reason(name) and not found and (config.modules_to_save or config.bias == "all"):
+    elif name not in stored.whole and _is_whole(name, config):
         stored.whole[name] = array
     else:
         stored.problems.append(_extra(key, file))
@@ -173,6 +192,12 @@ def _take(stored: StoredAdapter, halves: dict[str, dict[str, np.ndarray]], key: 
         stored.problems.append(f"wrong kind {key}: {dtype_name(array.dtype)} {array.shape}, expected a float {kind}")
     elif not np.isfinite(array.astype(np.float32)).all():
         stored.problems.append(f"not finite {key}: it holds NaN or infinity")
+
+
+def _is_whole(name: str, config: LoraConfig) -> bool:
+    """Whether ``name`` can be a parameter of the base: no other key has its form."""
+    special = _reason(name) or any(form.fullmatch(name) for form in (_LORA_KEY, _LORA_BIAS_KEY, _BIAS_KEY))
+    return not special and bool(config.modules_to_save or config.bias == "all")
 
 
 def _extra(key: str, file: SafeFile) -> str:
@@ -193,7 +218,7 @@ def shape_problems(stored: StoredAdapter, path: str, size: tuple[int, ...]) -> l
     for half, array, axis, want in (("A", a, 1, f"(r, {n_in})"), ("B", b, 0, f"({n_out}, r)")):
         if array.ndim == 2 and array.shape[axis] != (n_in if half == "A" else n_out):
             lines.append(f"wrong shape {stored.key(path, half)}: {array.shape} in the file, {want} in the model")
-    if a.ndim == b.ndim == 2 and a.shape[0] != b.shape[1]:
+    if a.ndim == b.ndim == 2 and (a.shape[0] != b.shape[1] or a.shape[0] == 0):
         lines.append(f"wrong shape {PREFIX}{path}: rank {a.shape[0]} in lora_A, {b.shape[1]} in lora_B")
     bias = stored.lora_bias.get(path)
     if bias is not None and bias.shape != (n_out,):

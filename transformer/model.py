@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from peft_core import ops
-from peft_core.backend import Array, to_device, to_numpy
+from peft_core.backend import Array, Device, to_device, to_numpy
 from peft_core.dtypes import promote
 from peft_core.errors import DataError, expect
 from peft_core.nn import Linear, Module
@@ -179,6 +179,19 @@ class CausalLM(Module):
     def gradient_checkpointing_disable(self) -> None:
         """Keep all activations."""
         self.gradient_checkpointing = False
+
+    def enable_input_require_grads(self) -> None:
+        """Nothing to do: recomputed layers give gradients to adapters above a frozen embedding as they are."""
+
+    @property
+    def device(self) -> Device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the embedding."""
+        return next(self.parameters()).dtype
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """The number of parameters, a tied one counted once."""

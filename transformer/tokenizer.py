@@ -34,6 +34,10 @@ class Encoded(dict[str, Any]):
         except KeyError:
             raise AttributeError(name) from None
 
+    def to(self, device: Any) -> Encoded:
+        """The same with its Tensors on ``device``."""
+        return Encoded({key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.items()})
+
 
 class Tokenizer:
     """Text to ids and back, special tokens, the chat template, and saving the files unchanged."""

@@ -1,5 +1,7 @@
 """Several adapters of several kinds in one model: which act, which train, which row gets which."""
 
+import copy
+import pickle
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,6 +140,8 @@ def test_two_copies_of_one_module_are_never_active_together():
     assert np.abs(logits(model) - both).max() > 1e-3
     with pytest.raises(ConfigError, match="both train a copy of lm_head"):
         model.merge_and_unload(adapter_names=["a", "b"])
+    with pytest.raises(ConfigError, match="adapter_names is 'a'; expected a list of adapter names"):
+        model.merge_and_unload(adapter_names="a")
     with pytest.raises(ConfigError, match=r"adapter .* is active and trains a copy of lm_head already"):
         model.load_adapter(_saved(model), "d", active=True)
 
@@ -146,7 +150,7 @@ def _saved(model):
     import tempfile
 
     directory = tempfile.mkdtemp()
-    model.save_pretrained(directory, ["a"])
+    model.save_pretrained(directory, selected_adapters=["a"])
     return f"{directory}/a"
 
 
@@ -169,9 +173,83 @@ def test_a_copy_that_is_active_is_not_merged_away_under_another():
 
 def test_delete_adapter_takes_every_kind_away():
     model = adapted(a=HEAD, b=LoraConfig(r=2, target_modules=["embed_tokens"]))
-    model.delete_adapter("a")
-    model.delete_adapter("b")
+    for name in ("b", "a"):
+        model.delete_adapter(name)
     assert not adapter_layers(model) and np.array_equal(logits(model), logits(TinyModel()))
+
+
+def test_a_name_said_twice_is_applied_once():
+    model = adapted(a=HEAD)
+    want = logits(model)
+    model.set_adapter(["a", "a"])
+    assert np.array_equal(logits(model), want)
+    merged = model.merge_and_unload(adapter_names=["a", "a"])
+    assert np.abs(logits(merged) - want).max() <= 1e-5 * np.abs(want).max()
+
+
+def test_an_adapter_that_comes_while_the_others_are_disabled_is_not_half_active():
+    model = adapted(a=Q)
+    want = logits(model)
+    with model.disable_adapter():
+        model.add_adapter("b", LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False))
+    assert model.active_adapters == ["a"] and np.array_equal(logits(model), want)
+
+
+def test_an_adapter_deleted_while_disabled_is_gone():
+    model = adapted(a=Q, b=K)
+    model.set_adapter(["a", "b"])
+    with model.disable_adapter():
+        model.delete_adapter("a")
+    assert model.active_adapters == ["b"]
+    both = logits(model)
+    model.set_adapter("b")
+    assert np.array_equal(logits(model), both)
+
+
+def test_what_trains_is_set_apart_from_what_acts():
+    model = adapted(a=HEAD, b=K)
+    model.set_requires_grad("a", False)
+    assert model.active_adapters == ["a"] and all(".adapters.b." in name for name in trainable(model))
+    model.set_requires_grad(["a", "b"])
+    assert len(trainable(model)) == 9 and "lm_head.base_layer.weight" not in "".join(trainable(model))
+    with pytest.raises(ConfigError, match=r"adapter \['x'\] is not in the model; expected names among \['a', 'b'\]"):
+        model.set_requires_grad("x")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"target_modules": ["q_proj"]}, r"target_modules 'q_proj' matches model.layers.0.self_attn.q_proj inside"),
+        ({"target_modules": "all-linear"}, r"target_modules 'all-linear' matches model.layers.0.self_attn.q_proj in"),
+        (
+            {"target_modules": ["lm_head"], "modules_to_save": ["q_proj"]},
+            r"modules_to_save 'q_proj' matches .*0.*q_proj",
+        ),
+        (
+            {"target_modules": ["lm_head"], "bias": "all"},
+            r"bias 'all' matches model.layers.0.self_attn.q_proj.bias ins",
+        ),
+    ],
+)
+def test_nothing_is_dropped_inside_a_module_that_another_adapter_trains(values, text):
+    model = adapted(a=LoraConfig(r=2, target_modules=["embed_tokens"], modules_to_save=["layers.0"]))
+    with pytest.raises(ConfigError, match=text + r".* which adapters \['a'\] train as a whole"):
+        model.add_adapter("b", LoraConfig(r=2, **values))
+    model.add_adapter("c", LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1]))
+    model.add_adapter("d", LoraConfig(r=2, target_modules=["q_proj"], exclude_modules=[
+        "layers.0.self_attn.q_proj"]))  # fmt: skip
+    for name in "cd":
+        model.delete_adapter(name)
+    model.add_adapter("e", LoraConfig(r=2, target_modules=["lm_head"], modules_to_save=["layers.0"], bias="all"))
+
+
+def test_a_model_with_adapters_can_be_copied_and_pickled():
+    model = adapted(a=HEAD, b=LoraConfig(r=2, target_modules=["embed_tokens"]))
+    want = logits(model)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert np.array_equal(logits(again), want) and again.active_adapters == ["a"]
+        randomize(again, seed=9)
+    assert np.array_equal(logits(model), want)
 
 
 def test_the_original_stays_visible_behind_a_copy():
@@ -219,9 +297,10 @@ def test_a_bias_that_no_layer_has_is_said():
         get_peft_model(TinyModel(), LoraConfig(r=2, target_modules=["k_proj"], bias="lora_only"))
 
 
-def test_the_name_of_the_base_is_reserved():
-    with pytest.raises(ConfigError, match="adapter name '__base__' cannot be used; expected a text without a dot"):
-        get_peft_model(TinyModel(), Q, "__base__")
+@pytest.mark.parametrize("name", ["__base__", "/tmp", "a/b", "a\\b", ".."])
+def test_a_name_that_is_reserved_or_leads_elsewhere_on_the_disk(name):
+    with pytest.raises(ConfigError, match=r"adapter name .* cannot be used; expected a text without a dot or a slash"):
+        get_peft_model(TinyModel(), Q, name)
 
 
 # ------------------------------------------------------------------------------------------------ a choice per row
@@ -267,7 +346,7 @@ def test_each_row_is_continued_with_its_own_adapter():
     ("names", "options", "text"),
     [
         (["a", "x", "b", "a"], {}, r"adapter_names holds \['x'\]; expected names among \[.*'__base__'\]"),
-        (["a", "b"], {}, "adapter_names has 2 entries for 4 rows; expected one for each row"),
+        (["a", "b"], {}, r"adapter_names has 2 entries and the inputs have \[4\] rows; expected"),
         ("a", {}, "adapter_names is 'a'; expected a list with one adapter, or '__base__', for each row"),
         (CHOICE, {"labels": IDS}, "adapter_names and labels were both given"),
     ],
@@ -275,6 +354,14 @@ def test_each_row_is_continued_with_its_own_adapter():
 def test_a_choice_that_makes_no_sense(names, options, text):
     with pytest.raises(ConfigError, match=text):
         rows_model()(IDS, adapter_names=names, **options)
+
+
+@pytest.mark.parametrize("ids", [IDS[:1], IDS[:1].tolist(), IDS[0], IDS[:3]])
+def test_rows_that_are_not_as_many_as_the_names(ids):
+    with pytest.raises(ConfigError, match="adapter_names has 4 entries and the inputs have"):
+        rows_model()(ids, adapter_names=CHOICE)
+    with pytest.raises(ConfigError, match=r"adapter_names has 4 entries for .* rows; expected one for each row"):
+        rows_model().generate(ids, adapter_names=CHOICE)
 
 
 def test_a_choice_per_row_is_for_inference():

@@ -25,7 +25,7 @@ from peft_core.optim import AdamW
 from transformer import AutoModelForCausalLM, AutoTokenizer
 from adapters import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 """
-TUTORIAL = '''
+TUTORIAL = """
 tokenizer = AutoTokenizer.from_pretrained(base_dir)
 model = AutoModelForCausalLM.from_pretrained(base_dir, dtype="float32")
 
@@ -34,6 +34,9 @@ config = LoraConfig(task_type=TaskType.CAUSAL_LM, inference_mode=False, r=4, lor
 model = get_peft_model(model, peft_config=config)
 model.print_trainable_parameters()
 same_start(model)
+model.gradient_checkpointing_enable()
+model.enable_input_require_grads()
+model.config.use_cache = False
 
 optimizer = AdamW(model.parameters(), lr=5e-3)
 model.train()
@@ -51,7 +54,7 @@ tokenizer.save_pretrained(out_dir)
 
 
 def logits_of(model, text):
-    batch = tokenizer(text, return_tensors="pt")
+    batch = tokenizer(text, return_tensors="pt").to(model.device)
     with no_grad():
         return model(**batch).logits.tolist()
 
@@ -71,11 +74,15 @@ result["reloaded"] = logits_of(model, texts[0])
 result["trainable"] = [p for p in model.parameters() if p.requires_grad]
 
 model.load_adapter(out_dir, adapter_name="second")
+model.save_pretrained(some_dir, safe_serialization=True, selected_adapters=["second"])
 model.set_adapter("second")
 result["active"] = [model.active_adapter, list(model.active_adapters), sorted(model.peft_config)]
 result["second"] = logits_of(model, texts[1])
 model.delete_adapter("second")
-model.set_adapter("default")
+result["left"] = [model.active_adapter, list(model.active_adapters), sorted(model.peft_config)]
+model.add_adapter("third", LoraConfig(r=2, target_modules=["k_proj"], task_type="CAUSAL_LM"))
+result["third added"] = logits_of(model, texts[0])
+model.delete_adapter("third")
 
 prompt = tokenizer(texts[1], return_tensors="pt")
 result["generated"] = model.generate(**prompt, max_new_tokens=12, do_sample=False).tolist()
@@ -87,7 +94,7 @@ result["merged generated"] = merged.generate(**prompt, max_new_tokens=12, do_sam
 merged.save_pretrained(merged_dir)
 again = AutoModelForCausalLM.from_pretrained(merged_dir, dtype="float32")
 result["merged again"] = logits_of(again, texts[0])
-'''
+"""
 TEXTS = ["What is two plus two? Two plus two is four.", "Hello, how are you today?", "The quick brown fox jumps."]
 
 
@@ -119,7 +126,7 @@ def run(imports, start, base_dir, root):
     result = {"losses": []}
     names = {
         "result": result, "same_start": start, "base_dir": str(base_dir), "out_dir": str(root / "adapter"),
-        "merged_dir": str(root / "merged"), "texts": TEXTS,
+        "merged_dir": str(root / "merged"), "some_dir": str(root / "some"), "texts": TEXTS,
     }  # fmt: skip
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -150,13 +157,14 @@ def test_the_same_is_printed_and_the_losses_are_the_same_and_fall(both):
     assert all(late < 0.9 * early for early, late in zip(first, last, strict=True))
 
 
-@pytest.mark.parametrize("step", ["trained", "disabled", "reloaded", "base", "second", "merged", "merged again"])
+@pytest.mark.parametrize("step", ["trained", "disabled", "reloaded", "base", "second", "third added", "merged",
+                                  "merged again"])  # fmt: skip
 def test_each_step_gives_pefts_logits(both, step):
     ours, theirs = both
     assert far(ours[step], theirs[step]) < 1e-4
 
 
-@pytest.mark.parametrize("step", ["config", "trainable", "active", "generated", "text", "merged generated"])
+@pytest.mark.parametrize("step", ["config", "trainable", "active", "left", "generated", "text", "merged generated"])
 def test_each_step_gives_pefts_answer(both, step):
     ours, theirs = both
     assert ours[step] == theirs[step]
