@@ -28,7 +28,7 @@ from adapters.stored import (
 )
 from peft_core.backend import to_numpy
 from peft_core.errors import AdapterError, ConfigError, expect
-from peft_core.nn import Module
+from peft_core.nn import Conv1D, Module
 from peft_core.safetensors_io import atomic_dir, save_file
 
 TOKENIZER_FILES = (
@@ -93,8 +93,9 @@ def _compare(stored: StoredAdapter, match: Match, model: Module) -> tuple[list[s
                       + ("" if fits else " (the model has no such linear layer or embedding)")
                       for half, array in zip("AB", pair, strict=True)]  # fmt: skip
         if fits:
-            size = tuple(_weight(base_of(layers[path])).shape)
-            shapes += shape_problems(stored, path, size[::-1] if path in stored.tables else size)
+            base: Any = base_of(layers[path])
+            size = base.weight.shape[::-1] if path in stored.tables else (base.out_features, base.in_features)
+            shapes += shape_problems(stored, path, tuple(size))
     half = {line.split()[2] for line in names if line.startswith("missing key")}
     for path in match.targets:
         if path not in stored.pairs:
@@ -162,8 +163,9 @@ def save_adapter(
 ) -> LoraConfig:
     """Write the adapter in PEFT's format and return the config as written.
 
-    The config is kept, except that target_modules is resolved and sorted, and a missing base_model_name_or_path is
-    filled in. A new directory appears as a whole; in an existing one the two files are replaced, others stay.
+    The config is kept, except that target_modules is resolved and sorted, fan_in_fan_out is true just for Conv1D, and a
+    missing base_model_name_or_path is filled in. A new directory appears as a whole; in an existing one the two files
+    are replaced, others stay.
     Raises AdapterError if the model has no such adapter.
     """
     all_layers = {path: m for path, m in adapter_layers(model).items() if adapter_name in m.adapters}
@@ -173,6 +175,7 @@ def save_adapter(
         described(config, layers),
         target_modules=resolved_targets(model, config, list(layers)),
         base_model_name_or_path=config.base_model_name_or_path or base_model_name_or_path,
+        fan_in_fan_out=any(isinstance(all_layers[path].base_layer, Conv1D) for path in layers),
     )
     content = StoredAdapter(
         Path(directory), written, {path: (to_numpy(m.A.data), to_numpy(m.B.data)) for path, m in layers.items()},

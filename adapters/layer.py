@@ -77,6 +77,11 @@ class TrainedCopy(AdapterLayer):
         wanted = promote(own, *inputs)
         return y if promote(y.dtype, wanted) == wanted else ops.astype(y, dtype=wanted)
 
+    def parts(self) -> Any:
+        """The base's for ``nn.project`` while it runs; None, to be called as it is, while a copy does."""
+        base = getattr(self.base_layer, "parts", None)
+        return base() if base is not None and self.current() is self.base_layer else None
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("base_layer", "adapters", "active"):  # not there yet: copying, unpickling
             raise AttributeError(name)

@@ -13,7 +13,7 @@ from peft_core import ops
 from peft_core.backend import Array, device_of, to_device
 from peft_core.dtypes import dtype_name, is_half
 from peft_core.errors import AdapterError, expect
-from peft_core.nn import Embedding, Linear, Module, Parameter
+from peft_core.nn import Conv1D, Embedding, Linear, Module, Parameter
 from peft_core.random import default_generator
 from peft_core.tensor import Tensor
 
@@ -99,18 +99,18 @@ class LoraLayer(AdapterLayer):
 
     @property
     def weight(self) -> Parameter:
-        """The base's weight, (O, I), of an embedding (I, O)."""
+        """The base's weight, (O, I), of an embedding or a Conv1D (I, O)."""
         return self.base_layer.weight
 
     @property
     def in_features(self) -> int:
         """I."""
-        return int(self.base_layer.weight.shape[1])
+        return self.base_layer.in_features
 
     @property
     def out_features(self) -> int:
         """O."""
-        return int(self.base_layer.weight.shape[0])
+        return self.base_layer.out_features
 
     def trained(self, name: str) -> Any:
         """The base's bias as adapter ``name`` trains it, if it does."""
@@ -155,7 +155,24 @@ class LoraLayer(AdapterLayer):
 
 
 class LoraLinear(LoraLayer):
-    """A frozen Linear with LowRanks around it."""
+    """A frozen Linear, or Conv1D, with LowRanks around it."""
+
+    def parts(self) -> tuple | None:
+        """(weight, bias, ((A, B, scaling), ...)) of the active adapters for ``nn.project``.
+
+        None where the layer is more than that now: dropout in training, a bias that trains, or another base; then it
+        is called as it is.
+        """
+        active = [self.adapters[name] for name in self.active]
+        plain = type(self.base_layer) in (Linear, Conv1D) and not any(is_half(a.A.dtype) for a in active)
+        more = any((a.training and a.dropout) or a.lora_bias is not None or a.bias is not None for a in active)
+        base = self.base_layer.parts() if plain and not more else None
+        return None if base is None else (*base[:2], tuple((a.A, a.B, a.scaling) for a in active))
+
+    def delta(self, names: Sequence[str] | None = None) -> Array:
+        """The sum of scaling * B A over ``names``, float32, in the weight's shape."""
+        delta = super().delta(names)
+        return delta.T if isinstance(self.base_layer, Conv1D) else delta
 
     @property
     def bias(self) -> Parameter | None:

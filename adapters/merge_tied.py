@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
 from adapters.stored import StoredAdapter
+from peft_core.checkpoint import Checkpoint
 
 HEADS = ("lm_head", "embed_out")
 TABLES = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+
+
+class WithHead(Mapping[str, np.ndarray]):
+    """A checkpoint in which the tied head stands under its own name too, behind the others."""
+
+    def __init__(self, base: Checkpoint, head: str, table: str) -> None:
+        self.base, self.head, self.table = base, head, table
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint's directory."""
+        return self.base.directory
+
+    def _at(self, name: str) -> str:
+        return self.table if name == self.head else name
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.base[self._at(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.base, self.head])
+
+    def __len__(self) -> int:
+        return len(self.base) + 1
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self.base.shape(self._at(name))
+
+    def dtype(self, name: str) -> np.dtype:
+        """Element type of a tensor."""
+        return self.base.dtype(self._at(name))
+
+
+Base = Checkpoint | WithHead
 
 
 def touches_tie(stored: StoredAdapter, names: list[str]) -> tuple[str, str] | None:
