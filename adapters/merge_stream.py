@@ -13,7 +13,7 @@ import numpy as np
 from adapters.io import TOKENIZER_FILES, whole_problems
 from adapters.lora import LowRank, add_delta
 from adapters.merge import MergeReport
-from adapters.merge_tied import Base, WithHead, touches_tie, wanted_whole
+from adapters.merge_tied import Base, WithHead, is_tied, touches_tie, wanted_whole
 from adapters.stored import StoredAdapter, other_copies, read_adapter, shape_problems
 from peft_core.checkpoint import Checkpoint, parse_size, read_json, write_checkpoint
 from peft_core.dtypes import as_dtype, dtype_name, is_float
@@ -69,7 +69,7 @@ def _opened(directory: Path, error: type[PeftCoreError] = ModelError) -> Checkpo
 
 def _untied(base: Checkpoint, stored: StoredAdapter, config: dict[str, Any]) -> tuple[Base, dict[str, Any]]:
     """Base and config with a head of its own, if the adapter changes one of two tied weights."""
-    tie = touches_tie(stored, list(base)) if config.get("tie_word_embeddings") else None
+    tie = touches_tie(stored, list(base)) if is_tied(stored, list(base), config) else None
     if tie is None:
         return base, config
     head, table = tie

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from adapters.stored import StoredAdapter
+from adapters.stored import HEADS, StoredAdapter
 from peft_core.checkpoint import Checkpoint
 
-HEADS = ("lm_head", "embed_out")
 TABLES = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 
 
@@ -47,6 +47,18 @@ class WithHead(Mapping[str, np.ndarray]):
 
 
 Base = Checkpoint | WithHead
+
+
+def is_tied(stored: StoredAdapter, names: list[str], config: dict[str, Any]) -> bool:
+    """Whether the base ties its head: as its config says; one that says nothing ties it if it has one but no tensor."""
+    said = config.get("tie_word_embeddings")
+    if said is not None:
+        return bool(said)
+    changed = [*stored.pairs, *(name.rpartition(".")[0] for name in stored.whole)]
+    kinds = ("ForCausalLM", "LMHeadModel")
+    has_head = (any(str(kind).endswith(kinds) for kind in config.get("architectures") or [])
+                or stored.config.task_type == "CAUSAL_LM" or any(_last(path) in HEADS for path in changed))  # fmt: skip
+    return has_head and not any(_last(name.removesuffix(".weight")) in HEADS for name in names)
 
 
 def touches_tie(stored: StoredAdapter, names: list[str]) -> tuple[str, str] | None:

@@ -21,6 +21,7 @@ from peft_core.safetensors_io import SafeFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+HEADS = ("lm_head", "embed_out")  # they stand beside what a prefix names
 _LORA_KEY = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
 _LORA_BIAS_KEY = re.compile(r"(.+)\.lora_B\.bias")
 _BASE_KEY = re.compile(r"(.+)\.base_layer\.weight")  # PEFT adds the base's own weight of an adapted head or embedding
@@ -55,7 +56,9 @@ class StoredAdapter:
 
     def renamed(self, wanted: Iterable[str]) -> StoredAdapter:
         """The adapter under the names ``wanted`` if only a uniform prefix differs (with a warning), else itself."""
-        change = uniform_prefix(list(self.pairs), set(wanted))
+        here = set(wanted)
+        kept = {path for path in HEADS if path in here}
+        change = uniform_prefix([path for path in self.pairs if path not in kept], here)
         if change is None:
             return self
         cut, add = change
@@ -65,10 +68,13 @@ class StoredAdapter:
         )  # fmt: skip
 
         def moved(table: dict[str, Any]) -> dict[str, Any]:
-            return {add + path.removeprefix(cut): value for path, value in table.items()}
+            return {new(path): value for path, value in table.items()}
+
+        def new(name: str) -> str:
+            return name if name.removesuffix(".weight") in kept else add + name.removeprefix(cut)
 
         pairs = moved(self.pairs)
-        config = _renamed_config(self.config, {path: add + path.removeprefix(cut) for path in self.pairs}, cut)
+        config = _renamed_config(self.config, {path: new(path) for path in self.pairs}, cut)
         return dataclasses.replace(
             self, config=config, pairs=pairs, copies=moved(self.copies), lora_bias=moved(self.lora_bias),
             whole=moved(self.whole), tables=set(moved(dict.fromkeys(self.tables))),

@@ -97,3 +97,12 @@ def test_a_file_with_another_prefix_keeps_its_ranks_and_alphas(tmp_path, exclude
     assert np.array_equal(logits(again), logits(model))
     again.save_pretrained(tmp_path / "b")
     assert np.array_equal(logits(PeftModel.from_pretrained(TinyModel(), tmp_path / "b")), logits(model))
+
+
+@pytest.mark.parametrize("values", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_a_prefix_that_the_head_has_not_either_leaves_the_head_its_name(tmp_path, values):
+    model = saved(tmp_path, **values)
+    rewrite(tmp_path, lambda t: {k.replace("model.model.model.", "model.model."): a for k, a in t.items()})
+    with pytest.warns(UserWarning, match="'model.' was added"):
+        again = PeftModel.from_pretrained(TinyModel(), tmp_path)
+    assert np.array_equal(logits(again), logits(model))
