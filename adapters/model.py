@@ -20,6 +20,12 @@ from peft_core.random import Generator
 
 PeftConfig = LoraConfig  # the one kind of config there is
 
+_NOT_HERE = {  # names of PEFT's that mean something else here, or nothing
+    "merge_adapter": "merge_and_unload(), which gives a model without the merged adapters",
+    "unmerge_adapter": "unload(), or disable_adapter() for a while: the base's weights are never written to",
+    "add_weighted_adapter": "set_adapter() with a list: the adapters are then added up with their own scales",
+}
+
 
 def get_peft_model(
     model: Module, peft_config: LoraConfig, adapter_name: str = "default", *, generator: Generator | None = None
@@ -77,6 +83,8 @@ class PeftModel(Module):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "base_model":  # not there yet, while copying or unpickling
             raise AttributeError(name)
+        if name in _NOT_HERE:
+            raise AttributeError(f"{name} is not supported; expected {_NOT_HERE[name]}.")
         return getattr(self.base_model, name)
 
     def get_base_model(self) -> Module:

@@ -92,6 +92,14 @@ def test_an_adapter_loaded_under_another_name_is_the_same_file(tmp_path):
             tmp_path / "a" / name).read_bytes().replace(b"true", b"false")  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["merge_adapter", "unmerge_adapter", "add_weighted_adapter"])
+def test_a_name_of_pefts_that_is_not_here_is_refused_with_the_way(name):
+    model = get_peft_model(TinyModel(), CONFIG)
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=f"{name} is not supported; expected (merge_and_unload|unload|set_adapter)"):
+        getattr(model, name)
+
+
 def test_a_model_with_adapters_is_not_wrapped_again(tmp_path):
     model = get_peft_model(TinyModel(), CONFIG)
     for again in (lambda: get_peft_model(model, CONFIG, "b"), lambda: PeftModel.from_pretrained(model, tmp_path)):

@@ -44,6 +44,7 @@ class Group(Module):
         self.norm = RMSNorm(D, eps=1e-5)
         for layer in (self.q, self.k, self.v):
             layer.weight.data = g.normal(layer.weight.shape, 0.0, 0.3).astype(layer.weight.dtype)
+            layer.weight.data.flags.writeable = False  # as mapped from a file: bfloat16 is packed for tiles
 
     def forward(self, x, residual, together=True):
         linears = (self.q, self.k, self.v)
