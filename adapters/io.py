@@ -184,12 +184,16 @@ def save_adapter(
         whole={f"{path}.{name}": to_numpy(parameter.data) for path, layer in all_layers.items()
                for name, parameter in layer.trained(adapter_name)},
     )  # fmt: skip
-    write_adapter(directory, written, content.everything())
+    _write(directory, written, content.everything())
     return written
 
 
-def write_adapter(directory: str | Path, config: LoraConfig, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write ``tensors`` (by their names in the file) and ``config`` as an adapter directory."""
+def write_adapter(directory: str | Path, config: LoraConfig, pairs: Mapping[str, Start]) -> None:
+    """Write plain LoRA, path -> A (R, I), B (O, R), and ``config`` as an adapter directory."""
+    _write(directory, config, StoredAdapter(Path(directory), config, dict(pairs)).everything())
+
+
+def _write(directory: str | Path, config: LoraConfig, tensors: Mapping[str, np.ndarray]) -> None:
     path = Path(directory)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
