@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adapters import inject
-from adapters.lora import LoraLinear, add_delta, plain_linear
+from adapters.layer import AdapterLayer, TrainedCopy
+from adapters.match import base_of
 from peft_core.backend import Array, xp_of
 from peft_core.dtypes import dtype_name
 from peft_core.errors import AdapterError, ConfigError, expect
-from peft_core.nn import Linear, Module
+from peft_core.nn import Module
 
 _PIECE = 1 << 22  # elements
 MOSTLY_LOST = 0.5  # above this share of the delta lost, a person should hear of it
@@ -38,6 +39,8 @@ class MergeReport:
     def add(self, path: str, old: Array, new: Array, delta: Array) -> None:
         """Take one merged weight into account.  Raises AdapterError if it holds NaN or infinity."""
         xp, changed = xp_of(new), False
+        if new.ndim != 2:
+            old, new, delta = (array.reshape(array.shape[0] if array.ndim else 1, -1) for array in (old, new, delta))
         step = max(1, _PIECE // max(1, new.shape[1]))
         for i in range(0, new.shape[0], step):  # in pieces: float64 copies of a whole weight would be large
             part = delta[i : i + step].astype(np.float64)
@@ -72,24 +75,28 @@ class MergeReport:
 
 
 def merge(model: Module, adapter_names: Sequence[str] | None = None) -> MergeReport:
-    """Replace the LoraLinears of ``model`` by plain Linears with W + delta; arrays that others hold stay as they are.
+    """Replace the adapted layers of ``model`` by plain ones with W + delta; arrays that others hold stay as they are.
 
     Without ``adapter_names`` the active adapters are merged, and every adapter must be active. With it, exactly those
     are merged; a layer with another active adapter keeps that one around its merged base, inactive ones are dropped.
-    A model without adapters is left alone. Raises AdapterError, with nothing changed, if a merged weight is not
-    finite, if nothing changes although B is not zero, or if an adapter would be dropped unasked.
+    A model without adapters is left alone. Tied weights of which one changes are tied no longer, with a warning.
+    Raises AdapterError, with nothing changed, if a merged weight is not finite, if nothing changes although B is not
+    zero, or if an adapter would be dropped unasked.
     """
-    layers = inject.lora_layers(model)
+    layers = inject.adapter_layers(model)
     if not layers:
         return MergeReport()
     chosen = _chosen(model, adapter_names)
     report, new_layers = MergeReport(), {}
     for path, layer in layers.items():
         names = [name for name in chosen if name in layer.adapters]
+        expect(len(names) <= 1 or not isinstance(layer, TrainedCopy), ConfigError,
+               f"adapters {names} both train a copy of {path}", expected="one of them to merge")  # fmt: skip
         new_layers[path] = _merged_layer(layer, names, path, report)
     report.finish()
     for path, new in new_layers.items():
         model.set_submodule(path, new)
+    _untie(model)
     return report
 
 
@@ -101,27 +108,44 @@ def _chosen(model: Module, names: Sequence[str] | None) -> list[str]:
                expected="all adapters active, or a choice", fix=f"Pass adapter_names, some of {known}.")  # fmt: skip
         return active
     unknown = [name for name in names if name not in known]
+    expect(not isinstance(names, str), ConfigError, f"adapter_names is {names!r}", expected="a list of adapter names")
     expect(names and not unknown, ConfigError, f"adapter_names is {list(names)}", expected=f"names among {known}")
     return list(dict.fromkeys(names))
 
 
-def _merged_layer(layer: LoraLinear, names: list[str], path: str, report: MergeReport) -> Linear | LoraLinear:
+def _merged_layer(layer: AdapterLayer, names: list[str], path: str, report: MergeReport) -> Module:
     base = layer.base_layer
     if names:
-        delta = layer.delta(names)
-        weight = add_delta(base.weight.data, delta)
-        report.add(path, base.weight.data, weight, delta)
-        base = plain_linear(weight, base)
-    left = {name: low_rank for name, low_rank in layer.adapters.items() if name not in names}
+        base, changes = layer.applied(names)
+        for change in changes:
+            shown = path if change.name == "weight" else f"{path}.{change.name}"
+            report.add(shown, change.old, change.new, change.delta)
+    left = {name: adapter for name, adapter in layer.adapters.items() if name not in names}
     still_active = [name for name in layer.active if name in left]
     if not still_active:
         return base
-    rest = LoraLinear(base, left, still_active)
+    expect(not (names and isinstance(layer, TrainedCopy)), ConfigError,
+           f"adapter {still_active} is active and trains a copy of {path}, as {names} do", expected="one of them",
+           fix="Deactivate it before merging.")  # fmt: skip
+    rest = type(layer)(base, left, still_active)
     rest.training = layer.training
     return rest
 
 
+def _untie(model: Module) -> None:
+    """Where the config ties head and embedding and merging changed one of them, it says from now on what is true."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "tie_word_embeddings", False):
+        return
+    ends = (getattr(model, name, Module)() for name in ("get_input_embeddings", "get_output_embeddings"))
+    weights = [getattr(base_of(end), "weight", None) for end in ends]
+    if all(weight is not None for weight in weights) and weights[0] is not weights[1]:
+        config.tie_word_embeddings = False  # type: ignore[union-attr]
+        warnings.warn("the head and the embedding were tied; the merged model has two weights, and its config says "
+                      "tie_word_embeddings = false", stacklevel=4)  # fmt: skip
+
+
 def unload(model: Module) -> None:
-    """Replace every LoraLinear by its base layer: the model as it was before any adapter."""
-    for path, layer in inject.lora_layers(model).items():
+    """Replace every adapted layer by its base layer: the model as it was before any adapter."""
+    for path, layer in inject.adapter_layers(model).items():
         model.set_submodule(path, layer.base_layer)

@@ -30,20 +30,25 @@ def generate(
     eos_token_id: int | Iterable[int] | None = None,
     on_token: Callable[[int, int], object] | None = None,
     use_cache: bool = True,
+    row_numbers: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt: the likeliest, or with ``do_sample`` drawn from softmax(logits / temperature).
 
     ``top_k``: only the k likeliest; ``top_p``: then only the smallest set of likeliest tokens with at least that much
     of the probability (Holtzman et al., arXiv:1904.09751, section 3.1).  ``seed``: each row has its own stream, made
-    from the seed and the row's number; other rows do not change it.  A row ends with a token of ``eos_token_id``
-    (included; default: the model's own, () for none) or after ``max_new_tokens``.  ``on_token(row, id)`` hears each
-    token at once.  Runs in eval mode without recording.  ``use_cache=False`` runs the whole rows again for each token:
-    slow, to compare with.  Raises ConfigError for settings and DataError for prompts that make no sense.
+    from the seed and the row's number (``row_numbers``: default 0, 1, ...); other rows do not change it.  A row ends
+    with a token of ``eos_token_id`` (included; default: the model's own, () for none) or after ``max_new_tokens``.
+    ``on_token(row, id)`` hears each token at once.  Runs in eval mode without recording.  ``use_cache=False`` runs the
+    whole rows again for each token: slow, to compare with.  Raises ConfigError for settings and DataError for prompts
+    that make no sense.
     """
     _check_settings(max_new_tokens, do_sample, temperature, top_k, top_p)
     rows = [_prompt(i, prompt) for i, prompt in enumerate(prompts)]
     stops = _stops(model, eos_token_id)
-    streams = [np.random.Generator(np.random.Philox(key=mix64(mix64(seed & _MASK) ^ row))) for row in range(len(rows))]
+    numbers = range(len(rows)) if row_numbers is None else row_numbers
+    expect(len(numbers) == len(rows), ConfigError, f"row_numbers has {len(numbers)} entries for {len(rows)} prompts",
+           expected="one for each prompt")  # fmt: skip
+    streams = [np.random.Generator(np.random.Philox(key=mix64(mix64(seed & _MASK) ^ row))) for row in numbers]
     new: list[list[int]] = [[] for _ in rows]
     if not rows or max_new_tokens == 0:
         return new

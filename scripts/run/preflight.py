@@ -164,8 +164,9 @@ def add_adapter_facts(report: Report, config: RunConfig, injected: Any, n_layers
     share = 100 * injected.trainable / max(1, injected.total)
     where = next(i for i, line in enumerate(report.lines) if line.startswith("lora "))
     head = report.lines[where].split(" on ")[0]
+    whole = f", {len(injected.whole)} tensors whole" if injected.whole else ""
     report.lines[where] = (
-        f"{head} on {len(kinds)} kinds of module, {len(injected.paths)} in {n_layers} layers -> "
+        f"{head} on {len(kinds)} kinds of module, {len(injected.paths)} in {n_layers} layers{whole} -> "
         f"{count(injected.trainable)} trainable ({share:.1f} %)"
     )
     report.facts["lora"] = {"trainable": injected.trainable, "total": injected.total, "modules": injected.paths}
