@@ -258,7 +258,7 @@ def frozen_run(h, w, targets, gy=None, dtype="bfloat16", **params):
 
 
 @needs_tiles
-@pytest.mark.parametrize(("dtype", "slack"), [("bfloat16", 3e-3), ("float32", 3e-6)])  # bf16 rounds the slopes
+@pytest.mark.parametrize(("dtype", "slack"), [("bfloat16", 3e-3), ("float32", 1e-6)])  # bf16 rounds the slopes
 @pytest.mark.parametrize("stored", [bfloat16, np.float32])
 @pytest.mark.parametrize("n, classes, width", [(37, 1000, 63), (150, 49, 64), (5, 49153, 40), (1, 47, 1), (40, 48, 50)])
 @pytest.mark.parametrize("chunk", [1, 20, 512])
@@ -271,7 +271,7 @@ def test_tiles_agree_with_float64(n, classes, width, chunk, stored, dtype, slack
     expected.backward(np.float64(2))
     assert loss.dtype == gh.dtype == np.float32
     assert relative_error(loss, expected.data) < 2e-6
-    assert relative_error(gh, x._grad) < slack
+    assert relative_error(gh, x._grad) < slack + classes**0.5 * 2**-24  # a sum over classes in float32
     assert not gh[targets == -100].any()
 
 
