@@ -236,7 +236,9 @@ def _norm_backward(dh, lddh, x, norm, r, r0, rows, gx):
             inner += d[k] * norm[k] * row[k]
         inner *= scale * scale * scale / np.float32(width)
         for k in range(width):
-            to[k] += d[k] * norm[k] * scale - row[k] * inner
+            d[k] = d[k] * norm[k] * scale - row[k] * inner
+        for k in range(width):  # a loop of its own: fused, the sum would be rounded otherwise than one made elsewhere
+            to[k] += d[k]
 
 
 @njit(**INLINE)

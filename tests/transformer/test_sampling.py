@@ -35,6 +35,18 @@ def test_every_epoch_has_every_row_once(options, accumulation):
             assert sum(len(ROWS[i][0]) for part in parts for i in part) <= 20
 
 
+def test_passes_cut_between_rows_and_change_no_step():
+    rows = [(np.arange(n), np.arange(n)) for n in (5, 9, 3, 8, 20, 1, 1, 2)]
+    whole = Steps(rows, 4, num_epochs=1)
+    cut = Steps(rows, 4, num_epochs=1, max_tokens_per_pass=12)
+    assert max(len(step) for step in cut) > 1
+    for a, b in zip(whole, cut, strict=True):
+        assert [i for batch in b for i in batch.rows] == [i for batch in a for i in batch.rows]
+        assert all(batch.n_tokens <= 12 + 20 and batch.rows for batch in b)
+    assert [len(step) for step in Steps(rows, 4, num_epochs=1, max_tokens_per_pass=1)] == [4, 4]
+    assert [len(step) for step in Steps(rows, 4, num_epochs=1, max_tokens_per_pass=49)] == [1, 1]
+
+
 def test_order_depends_on_seed_and_epoch_only_and_never_changes():
     one = Steps(ROWS, 2, num_epochs=2, seed=7)
     late = Steps(ROWS, 2, num_epochs=9, seed=7)
