@@ -12,7 +12,8 @@ import numpy as np
 
 from adapters.io import TOKENIZER_FILES, StoredAdapter, other_copies, read_adapter, shape_problems
 from adapters.lora import LowRank, add_delta
-from adapters.merge import MergeReport
+from adapters.merge import MergeReport, wider
+from peft_core.backend import all_finite
 from peft_core.checkpoint import Checkpoint, parse_size, read_json, write_checkpoint
 from peft_core.dtypes import as_dtype, dtype_name, is_float
 from peft_core.errors import AdapterError, ConfigError, ExportError, ModelError, PeftCoreError, expect
@@ -32,8 +33,9 @@ def merge_directory(
 
     The delta is formed in float32 and rounded once. ``dtype`` "auto" keeps each tensor's dtype, another one converts
     all floating tensors. Config, tokenizer and generation files come along. The directory appears complete or not at
-    all. Raises AdapterError (both sizes listed) if the adapter does not fit, ModelError for a damaged base, ExportError
-    if the result does not verify, ConfigError for a dtype or size that is none.
+    all. Raises AdapterError (both sizes listed) if the adapter does not fit, ModelError for a damaged base (NaN or
+    infinity in any tensor included), ExportError if the result does not verify, ConfigError for a dtype or size that is
+    none.
     """
     target_dtype = _wanted_dtype(dtype)
     base, limit = _opened(Path(base_dir)), parse_size(max_shard_size)
@@ -114,12 +116,14 @@ def _output(
     old = base[name]
     path = name.removesuffix(".weight")
     to = dtype if dtype is not None and is_float(old.dtype) else old.dtype
+    expect(all_finite(old), ModelError, f"{name} of {base.file(name)} holds NaN or infinity", expected="finite weights",
+           fix="The base itself is damaged: download that file again. Nothing was written.")  # fmt: skip
     if not name.endswith(".weight") or path not in stored.pairs:
         with np.errstate(over="ignore"):
             new = old if to == old.dtype else old.astype(to)
-        finite = to == old.dtype or np.isfinite(new.astype(np.float32)).all()
-        expect(finite, AdapterError, f"{name} does not fit into {dtype_name(to)}: NaN or infinity",
-               expected="finite weights", fix="Choose bfloat16 or float32; nothing was written.")  # fmt: skip
+        expect(to == old.dtype or all_finite(new), AdapterError,
+               f"{name} of {base.file(name)} does not fit into {dtype_name(to)}: infinity", expected="finite weights",
+               fix=f"Choose {wider(to)}; nothing was written.")  # fmt: skip
         return new
     a, b = stored.pairs[path]
     delta = LowRank(a, b, stored.scaling(path)).delta()  # (O, I)
@@ -127,7 +131,7 @@ def _output(
     wide = old.astype(np.float64 if old.dtype == np.float64 else np.float32)
     with np.errstate(over="ignore"):
         new = add_delta(old, delta) if to == old.dtype else add_delta(wide, delta).astype(to)
-    report.add(name, wide, new, delta)
+    report.add(name, wide, new, delta, f" of {base.file(name)}")
     return new
 
 

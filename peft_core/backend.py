@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+_PIECE = 1 << 22  # elements looked at in one go
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share the protocol that the ops are written in
 
 
@@ -86,6 +87,14 @@ def to_device(array: Array, device: str | Device) -> Array:
 def to_numpy(array: Array) -> np.ndarray:
     """``array`` in host memory: itself on the CPU, a copy from a GPU."""
     return np.asarray(array) if xp_of(array) is np else array.get()
+
+
+def all_finite(array: Array) -> bool:
+    """Whether no element is NaN or infinite; looked at in pieces, because a mask of a whole weight would be large."""
+    flat, xp = array.reshape(-1), xp_of(array)
+    if flat.dtype.kind in "iub":
+        return True
+    return all(bool(xp.isfinite(flat[i : i + _PIECE]).all()) for i in range(0, flat.shape[0], _PIECE))
 
 
 def peak_rss_bytes() -> int:
