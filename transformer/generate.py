@@ -110,10 +110,12 @@ def probabilities(
 
     Tokens as likely as the k-th stay.
     """
-    z = logits.astype(np.float64) / temperature
+    z = logits.astype(np.float64)
+    with np.errstate(over="ignore"):
+        z = (z - z.max()) / temperature  # in this order: a tiny temperature then gives -inf, and never inf - inf
     if top_k is not None and top_k < len(z):
         z = np.where(z < np.partition(z, -top_k)[-top_k], -np.inf, z)
-    p = np.exp(z - z.max())
+    p = np.exp(z)
     p /= p.sum()
     if top_p is not None and top_p < 1:
         order = np.argsort(-p, kind="stable")
@@ -148,9 +150,9 @@ def _expect_finite(row: int, step: int, logits: np.ndarray) -> None:
     bad = np.flatnonzero(~np.isfinite(logits))
     if len(bad):
         raise DivergedError(
-            f"{len(bad)} of {len(logits)} logits of prompt {row} are NaN or infinite at new token {step + 1} (the first "
-            f"is {logits[bad[0]]} for token {bad[0]}); expected finite logits. Base or adapter hold NaN or infinity, or "
-            "numbers outgrew their dtype: look at the files, or load them as float32."
+            f"{len(bad)} of {len(logits)} logits of prompt {row} are NaN or infinite at new token {step + 1} (the "
+            f"first is {logits[bad[0]]} for token {bad[0]}); expected finite logits. Base or adapter hold NaN or "
+            "infinity, or numbers outgrew their dtype: look at the files, or load them as float32."
         )
 
 

@@ -42,6 +42,7 @@ class Job:
         self.started = datetime.now().isoformat(timespec="seconds")
         self.checkpoint: Path | None = None
         self.overwrite = False
+        self.state = TrainState()
 
     # ------------------------------------------------------------------ output_dir
 
@@ -154,7 +155,7 @@ class Job:
     def begin(self) -> None:
         """Open the run directory, put a checkpoint back, measure the base model."""
         config, plan = self.config, self.plan
-        state, extra = TrainState(), None
+        extra = None
         if self.checkpoint is None:
             self.run.open_new(self.overwrite)
             atomic_write(
@@ -162,7 +163,7 @@ class Job:
             )
             atomic_write(self.run.preflight, self.report.json())
         else:
-            state, extra = load_training_state(self.checkpoint, self.model, self.optimizer)
+            self.state, extra = load_training_state(self.checkpoint, self.model, self.optimizer)
         val = self.rows.val_batches()
         each = max(1, round(plan.steps_per_epoch))
         self.session = Session(
@@ -170,7 +171,7 @@ class Job:
             self.run,
             self.model,
             self.optimizer,
-            state,
+            self.state,
             len(plan.steps),
             plan.steps_per_epoch,
             every_eval=config.eval.eval_steps or each,
@@ -185,11 +186,18 @@ class Job:
         if extra is not None:
             self.session.restore(extra)
             print(
-                f"resume   {self.checkpoint}: step {state.step} of {len(plan.steps)}"
-                + (f", {state.micro} micro-batches into the next" if state.micro else "")
+                f"resume   {self.checkpoint}: step {self.state.step} of {len(plan.steps)}"
+                + (f", {self.state.micro} micro-batches into the next" if self.state.micro else "")
             )
         elif val:
-            self.session.run_evaluation(0)
+            try:
+                self.session.run_evaluation(0)
+            except DivergedError as error:
+                raise DivergedError(f"{error} {self._damaged_base()}") from error
+
+    def has_begun(self) -> bool:
+        """Whether there is anything of this run that can be continued or read."""
+        return self.state.step > 0 or bool(self.run.checkpoints())
 
     def train(self) -> None:
         """fit(), and what has to be said if it ends early."""
@@ -198,7 +206,8 @@ class Job:
         try:
             self._fit(self.plan.steps, session.state, on_step=session.on_step, should_stop=session.should_stop)
         except DivergedError as error:
-            raise DivergedError(f"{error} {self._rows_of_step()} {self._last_checkpoint()}") from error
+            there = self._last_checkpoint() if self.has_begun() else self._damaged_base()
+            raise DivergedError(f"{error} {self._rows_of_step()} {there}") from error
         except Exception as error:
             if (classify(error) or ("", 0))[0] != "out of memory":
                 raise
@@ -268,9 +277,19 @@ class Job:
             else "No checkpoint was written yet: the base model is step 0."
         )
 
+    def _damaged_base(self) -> str:
+        """Before the first step the weights are as they were read: where they are damaged, by file."""
+        found = base.damaged_tensors(self.base_dir)
+        if not found:
+            also = "" if self.precision is None else ", and try model.compute_dtype=float32"
+            return f"All weights of the base are finite: look at the rows{also}."
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        return f"NaN or infinity stands in {', '.join(found[:4])}{more}: download it again. Nothing was written."
+
     def _rows_of_step(self) -> str:
         step = min(self.session.state.step, len(self.plan.steps) - 1)
-        rows = [self.rows.train.where(int(n)) for part in self.plan.steps.row_indices(step) for n in part]
+        chosen = [self.rows.train.where(int(n)) for part in self.plan.steps.row_indices(step) for n in part]
+        rows = list(dict.fromkeys(chosen))  # one row of the file can make several samples
         return f"Rows of this step: {', '.join(rows[:4])}{f' and {len(rows) - 4} more' if len(rows) > 4 else ''}."
 
     def _out_of_memory(self, error: Exception) -> str:

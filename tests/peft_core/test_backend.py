@@ -24,6 +24,16 @@ def test_numpy_arrays_and_scalars_belong_to_the_cpu():
     assert backend.to_device(a, "cpu") is a and backend.to_numpy(a) is a
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_all_finite_sees_the_last_element_of_any_dtype(dtype, monkeypatch):
+    monkeypatch.setattr(backend, "_PIECE", 4)
+    a = np.ones((3, 3), dtypes.as_dtype(dtype))
+    assert backend.all_finite(a) and backend.all_finite(np.ones(3, np.int64)) and backend.all_finite(a[:0])
+    for value in (np.nan, np.inf, -np.inf):
+        a[2, 2] = value
+        assert not backend.all_finite(a) and not backend.all_finite(a.T)
+
+
 def test_memory_figures_are_bytes_of_this_process():
     assert 10e6 < backend.rss_bytes() <= backend.peak_rss_bytes() * 1.01
 
