@@ -1,29 +1,18 @@
-"""Chat messages to text: one fixed shape for messages, and a model's own template rendered in a sandbox.
-
-Templates come from downloaded directories, so they are untrusted programs. Three things keep them harmless: jinja2's
-sandbox (no private attributes), a budget for loops and repetitions, and a bound on the size of what they write.
-"""
+"""Chat messages to text: one fixed shape for messages, and a model's template rendered (in sandbox.py's sandbox)."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from peft_core.errors import DataError
+from transformer.sandbox import MAX_RENDERED_CHARACTERS, compiled, one_rendering
 
-MAX_RENDERED_CHARACTERS = 20_000_000
-MAX_LOOP_STEPS = 1_000_000
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -34,82 +23,6 @@ ROLES = {
     "observation": "tool",
     "function": "tool",
 }
-
-
-class _GenerationBlock(Extension):
-    """``{% generation %}...{% endgeneration %}``: some templates mark answers with it; here only its body counts."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as a plain class attribute)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, which also stops a private attribute at once and repetitions that would fill the memory."""
-
-    intercepted_binops = frozenset(["*", "**", "%"])
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        # The stock answer is an undefined value that prints as nothing: an attack would pass for an empty string.
-        raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is not allowed")
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            for size, times in ((left, right), (right, left)):
-                if (
-                    isinstance(size, str | list | tuple)
-                    and isinstance(times, int)
-                    and len(size) * times > MAX_LOOP_STEPS
-                ):
-                    raise SecurityError(f"a repetition of {len(size) * times:,} elements is not allowed")
-        elif operator == "**" and isinstance(right, int | float) and abs(right) > 64:
-            raise SecurityError(f"the power {right} is not allowed")
-        elif operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*(\*|\d{4})", left):
-            raise SecurityError("a field width of more than three digits is not allowed")
-        return super().call_binop(context, operator, left, right)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes <, > and & for HTML, and non-ASCII text: the model would be trained on the escapes.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    return environment.from_string(template)
-
-
-def _counted_range() -> Callable[..., range]:
-    steps = 0
-
-    def counted(*bounds: int) -> range:
-        nonlocal steps
-        numbers = range(*bounds)
-        # Subtraction instead of len(): the length of range(10**30) does not fit into len().
-        steps += max(0, (numbers.stop - numbers.start) // numbers.step) + 1
-        if steps > MAX_LOOP_STEPS:
-            raise SecurityError(f"more than {MAX_LOOP_STEPS:,} loop steps are not allowed")
-        return numbers
-
-    return counted
 
 
 def render_chat(
@@ -134,19 +47,19 @@ def render_chat(
     pieces: list[str] = []
     size = 0
     try:
-        for piece in _compile(template).generate(
-            **variables,
-            messages=[dict(message) for message in messages],
-            tools=list(tools) if tools else None,
-            documents=list(documents) if documents else None,
-            add_generation_prompt=add_generation_prompt,
-            range=_counted_range(),
-            strftime_now=moment.strftime,
-        ):
-            pieces.append(piece)
-            size += len(piece)
-            if size > MAX_RENDERED_CHARACTERS:
-                raise SecurityError(f"more than {MAX_RENDERED_CHARACTERS:,} characters are not allowed")
+        with one_rendering():
+            for piece in compiled(template).generate(
+                **variables,
+                messages=[dict(message) for message in messages],
+                tools=list(tools) if tools else None,
+                documents=list(documents) if documents else None,
+                add_generation_prompt=add_generation_prompt,
+                strftime_now=moment.strftime,
+            ):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MAX_RENDERED_CHARACTERS:
+                    raise SecurityError(f"more than {MAX_RENDERED_CHARACTERS:,} characters are not allowed")
     except jinja2.TemplateSyntaxError as error:
         raise DataError(
             f"{where}: the chat template is not valid at its line {error.lineno} ({error.message}); expected a Jinja "

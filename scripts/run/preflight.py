@@ -137,7 +137,7 @@ def start_report(
     report.add("lora", f"r={lora.r} alpha={lora.lora_alpha:g} (scale {scale:.2f}) on {names}")
     data = rows.train.report
     first, *others = data.lines()
-    report.add("data", f"{first}: {rows.split}", *others)
+    report.add("data", f"{first}: {rows.split}", *others, *longer_rows(rows, model_config.max_position_embeddings))
     report.add("plan", plan.line(config.train))
     report.add("example", data.example_where + ", trained text between >> and <<", *_shortened(data.example))
     report.facts |= {
@@ -156,6 +156,18 @@ def start_report(
         },
     }
     return report
+
+
+def longer_rows(rows: Rows, positions: int | None) -> list[str]:
+    """One line if rows are longer than the base was made for: it runs, and answers worse and worse beyond."""
+    every = [*rows.train, *(rows.val or ())]
+    n = sum(len(ids) > positions for ids, _ in every) if positions else 0
+    if not n:
+        return []
+    return [
+        f"WARNING: {n:,} of {len(every):,} rows are longer than the {positions:,} positions the base was made for "
+        f"(max_position_embeddings). Set data.max_seq_length={positions}, or expect poor results there."
+    ]
 
 
 def add_adapter_facts(report: Report, config: RunConfig, injected: Any, n_layers: int) -> None:

@@ -1,5 +1,6 @@
 """The report and the plan: numbers that a person relies on."""
 
+import json
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -15,6 +16,10 @@ from run.rows import load_rows, make_plan, warmup_steps
 
 @pytest.fixture
 def rows(lab):
+    return load_rows_of(lab)
+
+
+def load_rows_of(lab):
     tokenizer = load_tokenizer(lab.base)
     data = DataSection(path=str(lab.data))
     return load_rows(data, tokenizer, seed=0, stop_ids=stop_ids(lab.base, tokenizer), now=datetime(2026, 1, 1)).train
@@ -50,6 +55,20 @@ def test_warmup():
     assert warmup_steps(TrainSection(warmup_steps=7), 100) == 7
     with pytest.raises(ConfigError, match=r"train.warmup_steps is 7 and the run has 7 steps; expected fewer"):
         warmup_steps(TrainSection(warmup_steps=7), 7)
+
+
+def test_rows_beyond_the_positions_of_the_base_are_counted_once(lab):
+    file = lab.own_base() / "config.json"
+    lengths = [len(ids) for ids, _ in load_rows_of(lab)]
+    limit = sorted(lengths)[len(lengths) // 2]
+    n = sum(length > limit for length in lengths)
+    assert 0 < n < len(lengths)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": limit}))
+    done = lab.finetune("--check", data={"val_path": None})
+    text = f"WARNING: {n} of {len(lengths)} rows are longer than the {limit} positions the base was made for"
+    assert done.out.count("WARNING") == 1 and text in done.out and f"data.max_seq_length={limit}" in done.out
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": max(lengths)}))
+    assert "WARNING" not in lab.finetune("--check", data={"val_path": None}).out
 
 
 def test_weights_come_from_the_headers(lab):
