@@ -11,8 +11,9 @@ from typing import Any
 
 from adapters import inject_adapter, save_adapter
 from peft_core import random
-from peft_core.backend import peak_rss_bytes
+from peft_core.backend import peak_rss_bytes, rss_bytes
 from peft_core.checkpoint import checkpoint_files
+from peft_core.dtypes import as_dtype
 from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError
 from peft_core.files import atomic_dir, atomic_write
 from peft_core.optim import AdamW, schedule
@@ -88,6 +89,7 @@ class Job:
 
     def load_base(self) -> None:
         """The frozen model."""
+        self.process_bytes = rss_bytes()
         model = self.config.model
         self.model = from_pretrained(self.base_dir, dtype=model.dtype, device=self.device)
         self.recompute = self.config.train.gradient_checkpointing is True  # "auto" is off
@@ -110,12 +112,24 @@ class Job:
 
     def plan_memory(self) -> None:
         """The memory estimate, and the report on the screen."""
-        item = 4 if self.precision is None else 2
-        self.memory = preflight.estimate_memory(
-            self.model_config, self.weights, self.injected.trainable, self.plan.longest_micro, self.recompute, item
-        )
+        self.memory = self._memory(self.recompute)
         preflight.add_memory(self.report, self.memory)
         print("\n".join(self.report.lines), flush=True)
+
+    def _memory(self, recompute: bool) -> preflight.Memory:
+        stored = self.config.model.dtype
+        work = preflight.Work(
+            self.injected.trainable,
+            self.plan.longest_micro,
+            max([self.config.lora.r, *self.config.lora.rank_pattern.values()]),
+            max((batch.n_tokens for batch in self.rows.val_batches()), default=0),
+            recompute,
+            self.precision is not None,
+            self.config.lora.lora_dropout > 0,
+            None if stored == "auto" else as_dtype(stored).itemsize,
+            self.process_bytes,
+        )
+        return preflight.estimate_memory(self.model_config, self.weights, work)
 
     # ------------------------------------------------------------------ training
 
@@ -296,14 +310,7 @@ class Job:
         there, step = self.run.checkpoints(), self.session.state.step
         tries = []
         if not self.recompute:
-            less = preflight.estimate_memory(
-                self.model_config,
-                self.weights,
-                self.injected.trainable,
-                self.plan.longest_micro,
-                True,
-                4 if self.precision is None else 2,
-            )
+            less = self._memory(recompute=True)
             tries.append(
                 f"train.gradient_checkpointing=true (estimate {size(less.total)} instead of {size(self.memory.total)})"
             )
