@@ -17,7 +17,7 @@ from typing import Any
 from .amp import autocast
 from .backend import all_finite, xp_of
 from .dtypes import as_dtype, float16
-from .errors import ConfigError, DataError, DivergedError, expect
+from .errors import ConfigError, DataError, DivergedError, expect, some
 from .nn import Module
 from .optim import Optimizer, clip_grad_norm_
 from .tape import no_grad
@@ -163,7 +163,7 @@ def _check_start(model: Module, optimizer: Optimizer, state: TrainState) -> None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     held = {id(p) for p in parameters}
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    expect(not left, ConfigError, f"{len(left)} trainable parameters are not in the optimizer ({_some(left)})",
+    expect(not left, ConfigError, f"{len(left)} trainable parameters are not in the optimizer ({some(left)})",
            expected="all of them, or they would silently stay as they are",
            fix="Build the optimizer after inject(), or freeze them with requires_grad_(False).")  # fmt: skip
     if state.micro == 0:
@@ -179,7 +179,7 @@ def _check_loss(value: float, model: Module, state: TrainState, batches: Sequenc
     if math.isfinite(value):
         return
     rows = getattr(batches[state.micro], "rows", None)
-    which = "" if rows is None else f" (rows {_some(rows)})"
+    which = "" if rows is None else f" (rows {some(rows)})"
     expect(False, DivergedError,
            f"the loss is {value} in step {state.step + 1}, micro-batch {state.micro + 1} of {len(batches)}{which}",
            expected="a finite loss", fix=_cure("forward", model, state, precision))  # fmt: skip
@@ -200,10 +200,10 @@ def _check_gradients(norm: float, model: Module, state: TrainState, batches: Seq
     bad = [name for name, p in model.named_parameters()
            if p._grad is not None and not bool(xp_of(p._grad).isfinite(p._grad).all())]  # fmt: skip
     rows = [r for batch in batches for r in getattr(batch, "rows", None) or ()]
-    which = f", rows {_some(rows)}" if rows else ""
+    which = f", rows {some(rows)}" if rows else ""
     expect(False, DivergedError,
            f"the gradient norm is {norm} in step {state.step + 1} (micro-batches 1 to {len(batches)}{which}), "
-           f"in {_some(bad) if bad else 'the sum over all parameters'}",
+           f"in {some(bad) if bad else 'the sum over all parameters'}",
            expected="a finite norm", fix=_cure("backward", model, state, precision))  # fmt: skip
 
 
@@ -225,14 +225,9 @@ def _cure(part: str, model: Module, state: TrainState, precision: Any) -> str:
         )
     bad = not_finite(model)
     if bad:
-        why = f"NaN or infinity stands in {_some(bad)}. Check the files that they come from."
+        why = f"NaN or infinity stands in {some(bad)}. Check the files that they come from."
     elif narrow:
         why = "compute in bfloat16 or float32 instead of float16."
     else:
         why = "all parameters are finite, so look at the rows, the loss function and the largest weights."
     return f"The very first {part} is not finite already, so the learning rate has no part in it: {why}"
-
-
-def _some(items: Iterable[Any]) -> str:
-    items = list(dict.fromkeys(items))
-    return ", ".join(map(str, items[:5])) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 from jinja2.exceptions import SecurityError
 
-from peft_core.errors import DataError
+from peft_core.errors import DataError, short
 from transformer.sandbox import MAX_RENDERED_CHARACTERS, compiled, one_rendering
 
 ROLES = {
@@ -88,16 +88,16 @@ def plain_messages(messages: Any, *, where: str = "chat") -> list[dict[str, Any]
     Raises DataError, naming ``where`` and the message's index, for anything else.
     """
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: messages is {_short(messages)}; expected a list of at least one message.")
+        raise DataError(f"{where}: messages is {short(messages)}; expected a list of at least one message.")
     return [_plain_message(message, f"{where}: message {i}") for i, message in enumerate(messages)]
 
 
 def _plain_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise DataError(f"{where} is {_short(message)}; expected an object with 'role' and 'content'.")
+        raise DataError(f"{where} is {short(message)}; expected an object with 'role' and 'content'.")
     role = message.get("role", message.get("from"))
     if not isinstance(role, str):
-        raise DataError(f"{where} has the role {_short(role)}; expected a string under 'role' (or 'from').")
+        raise DataError(f"{where} has the role {short(role)}; expected a string under 'role' (or 'from').")
     content = message.get("content", message.get("value"))
     plain = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
     plain = {"role": ROLES.get(role, role), "content": content, **plain}
@@ -108,7 +108,7 @@ def _plain_message(message: Any, where: str) -> dict[str, Any]:
     elif content is None and (plain.get("tool_calls") or plain.get("reasoning_content")):
         plain["content"] = ""  # many templates add content to a string without looking
     elif not isinstance(content, str):
-        raise DataError(f"{where} has the content {_short(content)}; expected a string or a list of text parts.")
+        raise DataError(f"{where} has the content {short(content)}; expected a string or a list of text parts.")
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_parsed_arguments(call, where) for call in _listed(plain["tool_calls"], where)]
     return plain
@@ -130,7 +130,7 @@ def _join_parts(plain: dict[str, Any], parts: list[Any], where: str) -> None:
             (texts if kind == "text" else reasoning).append(value)
         else:
             raise DataError(
-                f"{where} has the content part {_short(part)}; expected type 'text', 'reasoning' or 'tool_call' with a "
+                f"{where} has the content part {short(part)}; expected type 'text', 'reasoning' or 'tool_call' with a "
                 "string under 'text' or 'value'. Images and sound are not supported: remove such rows."
             )
     plain["content"] = "".join(texts)
@@ -145,16 +145,16 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} has a tool call that is not valid JSON ({error}): {_short(value)}.") from error
+        raise DataError(f"{where} has a tool call that is not valid JSON ({error}): {short(value)}.") from error
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise DataError(f"{where} has the tool call {_short(value)}; expected an object with 'name' and 'arguments'.")
+        raise DataError(f"{where} has the tool call {short(value)}; expected an object with 'name' and 'arguments'.")
     return [{"type": "function", "function": call} for call in calls]
 
 
 def _parsed_arguments(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, dict):
-        raise DataError(f"{where} has the tool call {_short(call)}; expected an object with 'function' or 'name'.")
+        raise DataError(f"{where} has the tool call {short(call)}; expected an object with 'function' or 'name'.")
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         # OpenAI writes arguments as a JSON string; templates apply tojson themselves and would quote it twice.
@@ -167,7 +167,7 @@ def _parsed_arguments(call: Any, where: str) -> dict[str, Any]:
 
 def _listed(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise DataError(f"{where} has tool_calls {_short(value)}; expected a list.")
+        raise DataError(f"{where} has tool_calls {short(value)}; expected a list.")
     return value
 
 
@@ -180,16 +180,11 @@ def plain_tools(tools: Any, *, where: str = "chat") -> list[dict[str, Any]] | No
         try:
             tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: tools is not valid JSON ({error}): {_short(tools)}.") from error
+            raise DataError(f"{where}: tools is not valid JSON ({error}): {short(tools)}.") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: tools is {_short(tools)}; expected a list of objects, or its JSON text.")
+        raise DataError(f"{where}: tools is {short(tools)}; expected a list of objects, or its JSON text.")
     return [
         tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool} for tool in tools
     ]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

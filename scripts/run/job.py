@@ -14,7 +14,7 @@ from peft_core import random
 from peft_core.backend import peak_rss_bytes, rss_bytes
 from peft_core.checkpoint import checkpoint_files
 from peft_core.dtypes import as_dtype
-from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError
+from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError, some
 from peft_core.files import atomic_dir, atomic_write
 from peft_core.optim import AdamW, schedule
 from peft_core.train import EvalResult, TrainState, evaluate, fit
@@ -297,14 +297,12 @@ class Job:
         if not found:
             also = "" if self.precision is None else ", and try model.compute_dtype=float32"
             return f"All weights of the base are finite: look at the rows{also}."
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-        return f"NaN or infinity stands in {', '.join(found[:4])}{more}: download it again. Nothing was written."
+        return f"NaN or infinity stands in {some(found)}: download it again. Nothing was written."
 
     def _rows_of_step(self) -> str:
         step = min(self.session.state.step, len(self.plan.steps) - 1)
         chosen = [self.rows.train.where(int(n)) for part in self.plan.steps.row_indices(step) for n in part]
-        rows = list(dict.fromkeys(chosen))  # one row of the file can make several samples
-        return f"Rows of this step: {', '.join(rows[:4])}{f' and {len(rows) - 4} more' if len(rows) > 4 else ''}."
+        return f"Rows of this step: {some(chosen)}."  # one row of the file can make several samples: named once
 
     def _out_of_memory(self, error: Exception) -> str:
         there, step = self.run.checkpoints(), self.session.state.step
