@@ -51,7 +51,9 @@ class Budget:
     def spend(self, *values: Any) -> None:
         """The sizes of ``values``, containers counted through and through.  Raises SecurityError beyond the limit."""
         for value in values:
-            size = weigh(value, MAX_RENDERED_CHARACTERS)
+            if value is None or type(value) in _SMALL:
+                continue
+            size = len(value) if type(value) is str else weigh(value, MAX_RENDERED_CHARACTERS)
             if size > MAX_RENDERED_CHARACTERS:
                 raise SecurityError(f"a value of more than {MAX_RENDERED_CHARACTERS:,} characters is not allowed")
             self.work += size
@@ -59,6 +61,7 @@ class Budget:
             raise SecurityError(f"operations on more than {MAX_WORK:,} characters are not allowed")
 
 
+_SMALL = (bool, int, float)
 _budget: ContextVar[Budget] = ContextVar("chat template budget")
 
 
@@ -82,8 +85,10 @@ def weigh(value: Any, limit: int) -> int:
     total, waiting = 0, [value]
     while waiting and total <= limit:
         one = waiting.pop()
-        if isinstance(one, str | bytes):
+        if type(one) is str or isinstance(one, bytes):
             total += len(one) + 1
+        elif one is None or type(one) in _SMALL:
+            total += 1
         elif isinstance(one, Mapping):
             total += _ELEMENT * (len(one) + 1)
             waiting += [*one.keys(), *one.values()]
@@ -98,8 +103,16 @@ def weigh(value: Any, limit: int) -> int:
 # ---------------------------------------------------------------------- operations that give far more than they take
 
 
+_AHEAD = {
+    "center", "ljust", "rjust", "zfill", "indent", "expandtabs", "tojson", "batch", "slice", "wordwrap", "urlize",
+    "translate", "replace", "join", "format", "format_map",
+}  # fmt: skip
+
+
 def _look_ahead(name: str, value: Any, given: list[Any]) -> None:
     """Refuse a filter or a method of text, called ``name``, whose result would be too large, before it is made."""
+    if name not in _AHEAD:
+        return
     size, numbers = weigh(value, MAX_RENDERED_CHARACTERS), [abs(x) for x in given if type(x) is int]
     texts = [x for x in given if isinstance(x, str)]
     widest, longest = max(numbers, default=0), max(map(len, texts), default=0)
