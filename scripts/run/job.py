@@ -16,6 +16,7 @@ from peft_core.checkpoint import checkpoint_files
 from peft_core.dtypes import as_dtype
 from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError, some
 from peft_core.files import atomic_dir, atomic_write
+from peft_core.kernels import tiles_supported
 from peft_core.optim import AdamW, schedule
 from peft_core.train import EvalResult, TrainState, evaluate, fit
 from peft_core.training_state import load_training_state
@@ -117,14 +118,15 @@ class Job:
         print("\n".join(self.report.lines), flush=True)
 
     def _memory(self, recompute: bool) -> preflight.Memory:
-        stored = self.config.model.dtype
+        stored, half = self.config.model.dtype, self.precision is not None
         work = preflight.Work(
             self.injected.trainable,
             self.plan.longest_micro,
             max([self.config.lora.r, *self.config.lora.rank_pattern.values()]),
             max((batch.n_tokens for batch in self.rows.val_batches()), default=0),
             recompute,
-            self.precision is not None,
+            half,
+            half and tiles_supported() and self.weights.dtypes == ["bfloat16"] and stored in ("auto", "bfloat16"),
             self.config.lora.lora_dropout > 0,
             None if stored == "auto" else as_dtype(stored).itemsize,
             self.process_bytes,

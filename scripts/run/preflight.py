@@ -52,6 +52,7 @@ class Work:
     eval_tokens: int = 0  # of the largest validation batch
     recompute: bool = False
     half: bool = False  # products in bfloat16
+    packed: bool = False  # the frozen weights are packed for the bfloat16 tiles of the CPU
     dropout: bool = False
     stored_bytes: int | None = None  # of one weight as it is kept; None: as in the files
     process_bytes: int = 0  # of Python, libraries and rows, before any weight
@@ -94,18 +95,23 @@ def estimate_memory(config: Any, weights: Weights, work: Work) -> Memory:
     product (3 F), and R numbers for each of 7 adapters; dropout keeps a masked input for each of q, k, v, gate, up.
     With recomputation a layer keeps D, and one layer at a time all of it. Backward works on some arrays of a layer at
     once: 6 D + 3 F numbers, and about twice that where bfloat16 is widened. A weight that is not float32 is widened
-    whole for its product, the head by panels.
+    whole for its product, the head by panels. Packed weights exist twice, for forward and backward, with some padding;
+    their kernels keep the norms' outputs in bfloat16 and widen nothing.
     """
     d, f, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     item = 2 if work.half else 4
     kept = 4 * (4 * d + 7 * work.rank) + item * (heads + 3 * f) + (4 * 4 * d if work.dropout else 0)
-    passing = 4 * ((10 * d + 6 * f) if work.half else (6 * d + 3 * f))
+    passing = 4 * ((10 * d + 6 * f) if work.half and not work.packed else (6 * d + 3 * f))
+    kept -= 2 * 2 * d if work.packed else 0
     each = layers * 4 * d + kept if work.recompute else layers * kept
     activations = max(work.tokens * (each + passing), work.eval_tokens * passing)
     stored = weights.n_bytes if work.stored_bytes is None else weights.n_parameters * work.stored_bytes
     logits = 4 * min(max(work.tokens, work.eval_tokens), HEAD_CHUNK) * config.vocab_size
-    if stored < 4 * weights.n_parameters or work.half:
+    if work.packed:
+        table = 0 if config.tie_word_embeddings else 2 * config.vocab_size * d  # an embedding is only looked up
+        stored = int(2.2 * (stored - table)) + table
+    elif stored < 4 * weights.n_parameters or work.half:
         activations += 4 * d * f
         logits += 3 * 4 * d * min(HEAD_PANEL, config.vocab_size)
     return Memory(work.process_bytes + KERNELS_BYTES, stored, 16 * work.trainable, activations, logits)

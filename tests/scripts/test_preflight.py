@@ -87,7 +87,9 @@ def test_weights_come_from_the_headers(lab):
 
 def test_memory_grows_with_what_it_depends_on():
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12, "vocab_size": 1000}
-    config = SimpleNamespace(**shape, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = SimpleNamespace(
+        **shape, num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True
+    )
     weights = preflight.Weights(1000, 4000, ["float32"])
 
     def estimate(**more):
@@ -102,6 +104,8 @@ def test_memory_grows_with_what_it_depends_on():
     assert estimate(dropout=True).activations > plain.activations < estimate(rank=64).activations
     assert estimate(eval_tokens=100_000).activations > plain.activations == estimate(eval_tokens=1000).activations
     assert plain.adapter == 8000 and plain.weights == 4000 and estimate(stored_bytes=2).weights == 2000
+    assert estimate(packed=True, half=True).weights > 2 * plain.weights
+    assert estimate(packed=True, half=True).activations < estimate(half=True).activations
     assert estimate(stored_bytes=2).logits > plain.logits == 4 * 512 * 1000
     assert estimate(process_bytes=10**9).total == plain.total + 10**9
     assert plain.line(10**12).endswith("-- fits")
@@ -130,6 +134,7 @@ def wide_base(folder, dtype, hidden, layers, vocabulary):
         (("float32", 256, 6, 71), (8, 400), ["lora.lora_dropout=0.1", "lora.r=64"]),
         (("float32", 256, 6, 71), (8, 400), ["train.gradient_checkpointing=true"]),
         (("bfloat16", 256, 6, 71), (8, 400), ["model.compute_dtype=bfloat16"]),
+        (("bfloat16", 1024, 6, 71), (1, 64), ["model.compute_dtype=bfloat16"]),
         (("bfloat16", 512, 2, 40_000), (2, 200), []),
         (("bfloat16", 512, 2, 40_000), (2, 400), ["model.dtype=float32"]),
         (("float32", 32, 1, 71), (1, 8), []),
