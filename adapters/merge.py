@@ -11,9 +11,9 @@ import numpy as np
 from adapters import inject
 from adapters.layer import AdapterLayer, TrainedCopy
 from adapters.match import base_of
-from peft_core.backend import Array, xp_of
+from peft_core.backend import Array, all_finite, xp_of
 from peft_core.dtypes import dtype_name
-from peft_core.errors import AdapterError, ConfigError, expect
+from peft_core.errors import AdapterError, ConfigError, FileError, ModelError, expect
 from peft_core.nn import Module
 
 _PIECE = 1 << 22  # elements
@@ -36,8 +36,11 @@ class MergeReport:
         """The number of tensors that differ from the base's."""
         return len(self.changed)
 
-    def add(self, path: str, old: Array, new: Array, delta: Array) -> None:
-        """Take one merged weight into account.  Raises AdapterError if it holds NaN or infinity."""
+    def add(self, path: str, old: Array, new: Array, delta: Array, where: str = "") -> None:
+        """Take one merged weight into account; ``where`` follows its path in an error.
+
+        Raises AdapterError if it holds NaN or infinity, ModelError if the base is to blame.
+        """
         xp, changed = xp_of(new), False
         if new.ndim != 2:
             old, new, delta = (array.reshape(array.shape[0] if array.ndim else 1, -1) for array in (old, new, delta))
@@ -46,12 +49,7 @@ class MergeReport:
             part = delta[i : i + step].astype(np.float64)
             applied = new[i : i + step].astype(np.float64) - old[i : i + step].astype(np.float64)
             if not bool(xp.isfinite(applied).all()):
-                peak = float(xp.abs(part).max())
-                raise AdapterError(
-                    f"merging {path} gives NaN or infinity (largest delta {peak:.3g}, dtype {dtype_name(new.dtype)}); "
-                    "expected finite weights; nothing was changed. "
-                    "Merge into bfloat16 or float32, or look at the adapter."
-                )
+                raise _not_finite(path + where, old, new, delta)
             changed = changed or bool((applied != 0).any())
             self._delta_sq += float(xp.square(part).sum())
             self._error_sq += float(xp.square(applied - part).sum())
@@ -74,14 +72,36 @@ class MergeReport:
         return self
 
 
+def wider(dtype: np.dtype) -> str:
+    """The dtypes with a larger range, in words; for one that has the range of float32 the other half type."""
+    return "bfloat16 or float32" if dtype_name(dtype) == "float16" else "float32"
+
+
+def _not_finite(path: str, old: Array, new: Array, delta: Array) -> FileError:
+    """Which of the three is at fault: the base, the adapter, or the dtype that cannot hold their sum."""
+    if not all_finite(old):
+        return ModelError(
+            f"merging {path}: the base's own weight holds NaN or infinity; expected finite weights; nothing was "
+            "changed. Download the base again."
+        )
+    fix = "Look at the adapter: did its training diverge?"
+    if all_finite(delta) and new.dtype != np.float32:
+        fix = f"Merge into {wider(new.dtype)}, or look at the adapter."
+    peak = float(xp_of(delta).abs(delta).max())
+    return AdapterError(
+        f"merging {path} gives NaN or infinity (largest delta {peak:.3g}, dtype {dtype_name(new.dtype)}); "
+        f"expected finite weights; nothing was changed. {fix}"
+    )
+
+
 def merge(model: Module, adapter_names: Sequence[str] | None = None) -> MergeReport:
     """Replace the adapted layers of ``model`` by plain ones with W + delta; arrays that others hold stay as they are.
 
     Without ``adapter_names`` the active adapters are merged, and every adapter must be active. With it, exactly those
     are merged; a layer with another active adapter keeps that one around its merged base, inactive ones are dropped.
     A model without adapters is left alone. Tied weights of which one changes are tied no longer, with a warning.
-    Raises AdapterError, with nothing changed, if a merged weight is not finite, if nothing changes although B is not
-    zero, or if an adapter would be dropped unasked.
+    Raises AdapterError (ModelError where the base is to blame), with nothing changed, if a merged weight is not finite,
+    if nothing changes although B is not zero, or if an adapter would be dropped unasked.
     """
     layers = inject.adapter_layers(model)
     if not layers:

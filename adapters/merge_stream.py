@@ -12,9 +12,10 @@ import numpy as np
 
 from adapters.io import TOKENIZER_FILES, whole_problems
 from adapters.lora import LowRank, add_delta
-from adapters.merge import MergeReport
+from adapters.merge import MergeReport, wider
 from adapters.merge_tied import Base, WithHead, is_tied, touches_tie, wanted_whole
 from adapters.stored import StoredAdapter, other_copies, read_adapter, shape_problems
+from peft_core.backend import all_finite
 from peft_core.checkpoint import Checkpoint, parse_size, read_json, write_checkpoint
 from peft_core.dtypes import as_dtype, dtype_name, is_float
 from peft_core.errors import AdapterError, ConfigError, ExportError, ModelError, PeftCoreError, expect
@@ -35,8 +36,9 @@ def merge_directory(
     The delta is formed in float32 and rounded once. Where head and embedding are tied and the adapter changes one of
     them, both are written and the config says so. ``dtype`` "auto" keeps each tensor's dtype, another one converts
     all floating tensors. Config, tokenizer and generation files come along. The directory appears complete or not at
-    all. Raises AdapterError (both sizes listed) if the adapter does not fit, ModelError for a damaged base, ExportError
-    if the result does not verify, ConfigError for a dtype or size that is none.
+    all. Raises AdapterError (both sizes listed) if the adapter does not fit, ModelError for a damaged base (NaN or
+    infinity in any tensor included), ExportError if the result does not verify, ConfigError for a dtype or size that is
+    none.
     """
     target_dtype = _wanted_dtype(dtype)
     opened, limit = _opened(Path(base_dir)), parse_size(max_shard_size)
@@ -136,13 +138,15 @@ def _output(base: Base, stored: StoredAdapter, name: str, dtype: np.dtype | None
     """One tensor of the result."""
     old = base[name]
     to = dtype if dtype is not None and is_float(old.dtype) else old.dtype
+    expect(all_finite(old), ModelError, f"{name} of {base.file(name)} holds NaN or infinity", expected="finite weights",
+           fix="The base itself is damaged: download that file again. Nothing was written.")  # fmt: skip
     delta = _delta(base, stored, name, old)
     if delta is None:
         with np.errstate(over="ignore"):
             new = old if to == old.dtype else old.astype(to)
-        finite = to == old.dtype or np.isfinite(new.astype(np.float32)).all()
-        expect(finite, AdapterError, f"{name} does not fit into {dtype_name(to)}: NaN or infinity",
-               expected="finite weights", fix="Choose bfloat16 or float32; nothing was written.")  # fmt: skip
+        expect(to == old.dtype or all_finite(new), AdapterError,
+               f"{name} of {base.file(name)} does not fit into {dtype_name(to)}: infinity", expected="finite weights",
+               fix=f"Choose {wider(to)}; nothing was written.")  # fmt: skip
         return new
     wide = old.astype(np.float64 if old.dtype == np.float64 else np.float32)
     with np.errstate(over="ignore"):
@@ -150,7 +154,7 @@ def _output(base: Base, stored: StoredAdapter, name: str, dtype: np.dtype | None
             new = stored.whole[name].astype(to)
         else:
             new = add_delta(old, delta) if to == old.dtype else add_delta(wide, delta).astype(to)
-    report.add(name, wide, new, delta)
+    report.add(name, wide, new, delta, f" of {base.file(name)}")
     return new
 
 

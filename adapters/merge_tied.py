@@ -37,6 +37,10 @@ class WithHead(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self.base) + 1
 
+    def file(self, name: str) -> Path:
+        """The file that a tensor stands in."""
+        return self.base.file(self._at(name))
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
         return self.base.shape(self._at(name))

@@ -192,7 +192,14 @@ def split_indices(n: int, val_size: int | float, seed: int) -> tuple[Order, Orde
     ``val_size`` is a number of rows (int) or a share of them (float below 1). Raises ConfigError unless both get a row.
     """
     is_share = isinstance(val_size, float) and val_size < 1
-    size = max(1, round(n * val_size)) if is_share and val_size > 0 else int(val_size)
+    expect(
+        n >= 2,
+        ConfigError,
+        f"data.val_size is {val_size}, and there {'is 1 row' if n == 1 else f'are {n} rows'} to divide",
+        expected="at least 2 rows, one for each side",
+        fix="Remove data.val_size, add rows, or use data.val_path.",
+    )
+    size = min(max(1, round(n * val_size)), n - 1) if is_share and val_size > 0 else int(val_size)
     expect(
         0 < size < n and (is_share or size == val_size),
         ConfigError,

@@ -1,4 +1,5 @@
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -201,12 +202,34 @@ def test_overflow_and_a_lost_delta_write_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.layers.1.self_attn.q_proj.bias", "model.layers.1.down_proj.weight"]
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_that_is_not_finite_is_refused_by_tensor_and_file(tmp_path, dtype, name, value):
+    base, adapter, _ = make(tmp_path, dtype, shards=2)
+    file = next(f for f in base.glob("*.safetensors") if name in load_file(f))
+    tensors = {n: np.array(a) for n, a in load_file(file).items()}
+    tensors[name].reshape(-1)[-1] = value
+    save_file(tensors, file)
+    text = (
+        f"{name} of {file} holds NaN or infinity; expected finite weights. The base itself is damaged: download that "
+        "file again. Nothing was written."
+    )
+    for target in ("auto", "float32"):
+        with pytest.raises(ModelError, match=re.escape(text)):
+            merge_directory(base, adapter, tmp_path / "out", dtype=target)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_untouched_tensor_that_overflows(tmp_path):
     base, adapter, _ = make(tmp_path)
     tensors = dict(everything(base))
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * np.float32(1e9)
     save_file(tensors, base / "model.safetensors")
-    with pytest.raises(AdapterError, match=r"lm_head.weight does not fit into float16"):
+    text = r"lm_head.weight of .*model.safetensors does not fit into float16: infinity; .* Choose bfloat16 or float32"
+    with pytest.raises(AdapterError, match=text):
         merge_directory(base, adapter, tmp_path / "out", dtype="float16")
 
 

@@ -57,6 +57,22 @@ def test_order_depends_on_seed_and_epoch_only_and_never_changes():
     assert Steps(ROWS, 2, num_epochs=1, shuffle=False).order(0).tolist() == list(range(len(ROWS)))
 
 
+def test_the_order_of_steps_follows_their_seed():
+    orders = {seed: Steps(ROWS, 2, num_epochs=2, seed=seed) for seed in (0, 7, 8)}
+    assert len({tuple(steps.order(epoch)) for steps in orders.values() for epoch in (0, 1)}) == 6
+    for seed, steps in orders.items():
+        assert steps.order(1).tolist() == shuffled(len(ROWS), seed, 1).tolist()
+        assert flat(steps, 6, 12) == steps.order(1).tolist()
+
+
+def test_a_split_of_few_rows():
+    assert [len(part) for part in split_indices(2, 0.99, 0)] == [1, 1]
+    assert [len(part) for part in split_indices(3, 0.01, 0)] == [2, 1]
+    for n, told in ((1, "there is 1 row"), (0, "there are 0 rows")):
+        with pytest.raises(ConfigError, match=rf"data.val_size is 0.1, and {told} to divide; expected at least 2 rows"):
+            split_indices(n, 0.1, 0)
+
+
 def test_max_steps_goes_round_and_overrides_epochs():
     assert len(Steps(ROWS, 4, max_steps=10)) == 10
     assert len(Steps(ROWS, 4, max_steps=2, num_epochs=5)) == 2
