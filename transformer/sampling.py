@@ -5,6 +5,7 @@ Nothing is drawn while training, so step i of a resumed run is step i of the fir
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -87,9 +88,9 @@ class Steps(Sequence[list[Batch]]):
         self.accumulation = gradient_accumulation_steps
         self.seed = seed
         self.shuffle = shuffle
-        self._lengths = np.array([len(ids) for ids, _ in rows], np.int64)
+        self.lengths = np.array([len(ids) for ids, _ in rows], np.int64)
         if max_tokens_per_step is not None:
-            longest = int(self._lengths.max())
+            longest = int(self.lengths.max())
             expect(
                 longest <= max_tokens_per_step,
                 ConfigError,
@@ -127,7 +128,7 @@ class Steps(Sequence[list[Batch]]):
             size = self.batch_size * self.accumulation
             return [order[i : i + size] for i in range(0, len(order), size)]
         cuts, tokens = [], 0
-        for position, length in enumerate(self._lengths[order].tolist()):
+        for position, length in enumerate(self.lengths[order].tolist()):
             tokens += length
             if tokens > (self.max_tokens_per_step or 0):
                 cuts.append(position)
@@ -141,13 +142,13 @@ class Steps(Sequence[list[Batch]]):
             parts = [chosen[i : i + self.batch_size] for i in range(0, len(chosen), self.batch_size)]
         if self.max_tokens_per_pass is None:
             return parts
-        tokens = [int(self._lengths[part].sum()) for part in parts]
+        tokens = [int(self.lengths[part].sum()) for part in parts]
         return [cut for part, n in zip(parts, tokens, strict=True)
                 for cut in self._parts(part, -(-n // self.max_tokens_per_pass))]  # fmt: skip
 
     def _parts(self, chosen: Order, most: int) -> list[Order]:
         """``chosen`` in at most ``most`` parts of similar size: a row belongs to the part its middle token lies in."""
-        lengths = self._lengths[chosen]
+        lengths = self.lengths[chosen]
         middle = np.cumsum(lengths) - lengths / 2
         part = np.minimum(middle * most / max(lengths.sum(), 1), most - 1).astype(np.int64)
         return [chosen[part == k] for k in np.unique(part)]
@@ -158,6 +159,12 @@ class Steps(Sequence[list[Batch]]):
     def epoch_of(self, step: int) -> int:
         """Return the epoch (from 0) that a step belongs to."""
         return int(np.searchsorted(self._first, step, side="right")) - 1
+
+    def with_passes(self, max_tokens: int | None) -> Steps:
+        """The same steps in passes of at most ``max_tokens`` tokens, or of one row."""
+        steps = copy.copy(self)
+        steps.max_tokens_per_pass = max_tokens
+        return steps
 
     def row_indices(self, step: int) -> list[Order]:
         """Return for each micro-batch of a step the indices of its rows."""
@@ -180,10 +187,20 @@ class Steps(Sequence[list[Batch]]):
         return replace(Batch.from_rows([self.rows[i] for i in rows]), rows=rows)
 
 
-def batches(rows: Rows, batch_size: int = 8) -> Iterator[Batch]:
-    """Yield the rows in order in batches of ``batch_size``: the order in which evaluation reads them."""
-    for start in range(0, len(rows), batch_size):
-        yield Batch.from_rows([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
+def batches(rows: Rows, batch_size: int = 8, max_tokens: int | None = None) -> Iterator[Batch]:
+    """Yield the rows in order, ``batch_size`` at a time, fewer where they would have more than ``max_tokens`` tokens.
+
+    A row is never cut. This is the order in which evaluation reads them.
+    """
+    chosen: list[Any] = []
+    for i in range(len(rows)):
+        tokens = sum(len(ids) for ids, _ in [*chosen, rows[i]])
+        if chosen and (len(chosen) == batch_size or (max_tokens is not None and tokens > max_tokens)):
+            yield Batch.from_rows(chosen)
+            chosen = []
+        chosen.append(rows[i])
+    if chosen:
+        yield Batch.from_rows(chosen)
 
 
 def split_indices(n: int, val_size: int | float, seed: int) -> tuple[Order, Order]:

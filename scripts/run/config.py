@@ -90,6 +90,7 @@ class TrainSection(Section):
         1.0, ge=0, allow_inf_nan=False, description="a number such as 1.0, or 0 for no clipping"
     )
     gradient_checkpointing: bool | Literal["auto"] = Field("auto", description='true, false or "auto"')
+    memory_budget: str | Positive = Field("auto", description='"auto", or a size such as "2GB" or "900MB"')
     seed: NonNegative = Field(42, description="a whole number of at least 0 such as 42")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from peft_core.checkpoint import parse_size
 from peft_core.errors import ConfigError
 from run.config import SECTIONS, RunConfig
 from run.names import ALIASES, NOT_YET, PACKING, means_unused
@@ -220,6 +221,8 @@ def _check_together(config: RunConfig, where: Where) -> None:
             raise ConfigError(
                 f"{_at(second, where)}{first} and {second} are both set; expected one of them. Remove one."
             )
+    if train.memory_budget != "auto":
+        parse_size(train.memory_budget, f"{_at('train.memory_budget', where)}train.memory_budget")
     size = data.val_size
     if isinstance(size, float) and size >= 1 and size != int(size):
         raise ConfigError(

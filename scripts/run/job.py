@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,15 @@ from typing import Any
 from adapters import inject_adapter, save_adapter
 from peft_core import random
 from peft_core.backend import peak_rss_bytes, rss_bytes
-from peft_core.checkpoint import checkpoint_files
-from peft_core.dtypes import as_dtype
-from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError, some
+from peft_core.checkpoint import checkpoint_files, parse_size
+from peft_core.dtypes import as_dtype, dtype_name, float32
+from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError, expect, some
 from peft_core.files import atomic_dir, atomic_write
 from peft_core.kernels import tiles_supported
 from peft_core.optim import AdamW, schedule
 from peft_core.train import EvalResult, TrainState, evaluate, fit
 from peft_core.training_state import load_training_state
-from run import base, preflight, resume
+from run import base, memory, preflight, resume
 from run.config import RunConfig
 from run.config_file import to_toml
 from run.errors import Interrupted, classify
@@ -40,7 +42,6 @@ class Job:
     def __init__(self, config: RunConfig, run: RunDir, device: str, stop: StopRequest) -> None:
         self.config, self.run, self.stop = config, run, stop
         self.device = base.open_device(device)
-        self.precision = base.compute_dtype(config.model, self.device)
         self.started = datetime.now().isoformat(timespec="seconds")
         self.checkpoint: Path | None = None
         self.overwrite = False
@@ -67,7 +68,7 @@ class Job:
         self.base_dir = base.find_base(config.model.path)
         self.model_config = ModelConfig.from_pretrained(self.base_dir)
         self.files = [Path(file) for file in checkpoint_files(self.base_dir)]
-        self.weights = preflight.Weights.of(self.files)
+        self.weights = memory.Weights.of(self.files)
         self.tokenizer = base.load_tokenizer(self.base_dir, config.model.chat_template)
         self.stop_ids = base.stop_ids(self.base_dir, self.tokenizer)
         seed, now = config.train.seed, datetime.fromisoformat(self.started)
@@ -93,9 +94,11 @@ class Job:
         self.process_bytes = rss_bytes()
         model = self.config.model
         self.model = from_pretrained(self.base_dir, dtype=model.dtype, device=self.device)
-        self.recompute = self.config.train.gradient_checkpointing is True  # "auto" is off
-        if self.recompute:
-            self.model.gradient_checkpointing_enable()
+        stored = self.weights.dtypes if model.dtype == "auto" else [model.dtype]
+        name = (
+            model.compute_dtype if self.checkpoint is None else self.extra["compute_dtype"]
+        )  # not another CPU's "auto"
+        self.precision = base.compute_dtype(name, self.device, stored)
 
     def inject(self) -> None:
         """The adapter, its random start drawn from the seed, and its optimizer."""
@@ -112,26 +115,42 @@ class Job:
         preflight.add_adapter_facts(self.report, self.config, self.injected, self.model_config.num_hidden_layers)
 
     def plan_memory(self) -> None:
-        """The memory estimate, and the report on the screen."""
-        self.memory = self._memory(self.recompute)
-        preflight.add_memory(self.report, self.memory)
+        """How steps are cut into passes, the memory estimate, and the report on the screen."""
+        train, plan = self.config.train, self.plan
+        auto = train.memory_budget == "auto"
+        budget = (memory.available_memory() or math.inf) * 0.9 if auto else parse_size(train.memory_budget)
+        first = min(plan.longest_micro, memory.PASS_TOKENS if self.device.type == "cpu" else plan.longest_micro)
+        again = None if train.gradient_checkpointing == "auto" else train.gradient_checkpointing
+        self.passes = memory.plan_passes(self._memory, first, plan.longest_row, budget, again)
+        if self.checkpoint is not None:  # in mid-step it counts passes; and other ones would round otherwise
+            self.passes = memory.Passes(**self.extra["passes"])
+        self.memory = self._memory(self.passes)
+        needs = f"{size(self.memory.total)} in passes of one row"
+        needs += ", recomputing activations" if self.passes.recompute else ""
+        expect(auto or self.memory.total <= budget, ConfigError,
+               f"train.memory_budget is {train.memory_budget} and the run needs {needs}",
+               expected="a budget that holds that",
+               fix="Raise it, or lower data.max_seq_length or lora.r.")  # fmt: skip
+        plan.steps = plan.steps.with_passes(self.passes.tokens)
+        self.model.gradient_checkpointing = self.passes.recompute
+        preflight.add_memory(self.report, self.memory, self.passes.line(plan.longest_pass(self.passes.tokens)))
         print("\n".join(self.report.lines), flush=True)
 
-    def _memory(self, recompute: bool) -> preflight.Memory:
-        stored, half = self.config.model.dtype, self.precision is not None
-        work = preflight.Work(
+    def _memory(self, passes: memory.Passes) -> memory.Memory:
+        stored, dtype = self.config.model.dtype, self.precision or float32
+        work = memory.Work(
             self.injected.trainable,
-            self.plan.longest_micro,
+            self.plan.longest_pass(passes.tokens),
             max([self.config.lora.r, *self.config.lora.rank_pattern.values()]),
-            max((batch.n_tokens for batch in self.rows.val_batches()), default=0),
-            recompute,
-            half,
-            half and tiles_supported() and self.weights.dtypes == ["bfloat16"] and stored in ("auto", "bfloat16"),
+            max((batch.n_tokens for batch in self.rows.val_batches(passes.tokens)), default=0),
+            passes.recompute,
+            self.precision is not None,
+            self.device.type == "cpu" and tiles_supported(dtype),
             self.config.lora.lora_dropout > 0,
             None if stored == "auto" else as_dtype(stored).itemsize,
             self.process_bytes,
         )
-        return preflight.estimate_memory(self.model_config, self.weights, work)
+        return memory.estimate_memory(self.model_config, self.weights, work)
 
     # ------------------------------------------------------------------ training
 
@@ -180,7 +199,7 @@ class Job:
             atomic_write(self.run.preflight, self.report.json())
         else:
             self.state, extra = load_training_state(self.checkpoint, self.model, self.optimizer)
-        val = self.rows.val_batches()
+        val = self.rows.val_batches(self.passes.tokens)
         each = max(1, round(plan.steps_per_epoch))
         self.session = Session(
             config,
@@ -194,6 +213,8 @@ class Job:
             every_save=config.output.save_steps or each,
             fingerprint=self.fingerprint,
             started=self.started,
+            passes=asdict(self.passes),
+            compute_dtype=dtype_name(self.precision or float32),
             stop=self.stop,
             save_adapter=self.save_adapter,
             evaluate=(lambda: self.evaluate(val)) if val else None,
@@ -309,16 +330,14 @@ class Job:
     def _out_of_memory(self, error: Exception) -> str:
         there, step = self.run.checkpoints(), self.session.state.step
         tries = []
-        if not self.recompute:
-            less = self._memory(recompute=True)
+        if not self.passes.recompute:
+            less = self._memory(replace(self.passes, recompute=True))
             tries.append(
                 f"train.gradient_checkpointing=true (estimate {size(less.total)} instead of {size(self.memory.total)})"
             )
-        rows = self.plan.rows_per_micro or 0
-        if rows > 1:
-            tries.append(
-                f"train.batch_size={rows // 2} train.gradient_accumulation_steps={2 * self.plan.accumulation} "
-                "(half the activations, the same step)"
+        if self.passes.tokens > self.plan.longest_row:
+            tries.insert(
+                0, f"train.memory_budget={max(1, int(self.memory.total // 2e6))}MB (smaller passes, the same step)"
             )
         tries.append(f"data.max_seq_length={max(2, self.config.data.max_seq_length // 2)}")
         return (

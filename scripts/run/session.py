@@ -36,6 +36,8 @@ class Session:
     every_save: int
     fingerprint: dict[str, Any]
     started: str
+    passes: dict[str, Any]
+    compute_dtype: str
     stop: StopRequest
     save_adapter: Callable[[Path], None]
     evaluate: Callable[[], EvalResult] | None = None
@@ -161,6 +163,8 @@ class Session:
         extra = {
             "fingerprint": self.fingerprint,
             "started": self.started,
+            "passes": self.passes,
+            "compute_dtype": self.compute_dtype,
             "interval": self.interval.to_dict(),
             "best": self.best,
             "first_loss": self.first_loss,

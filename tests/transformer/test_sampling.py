@@ -98,6 +98,8 @@ def test_items_are_batches():
     assert sum(batch.n_tokens for step in steps for batch in step) == sum(len(ids) for ids, _ in ROWS)
     assert len(steps[-1]) == 2 and len(steps[:2]) == 2
     assert sum(batch.n_tokens for batch in batches(ROWS, 3)) == sum(len(ids) for ids, _ in ROWS)
+    assert [len(batch.cu_seqlens) - 1 for batch in batches(ROWS, 3)] == [3, 3, 3, 2]
+    assert [batch.n_tokens for batch in batches(ROWS, 3, max_tokens=9)] == [5, 8, 5, 9, 4, 7, 7, 10, 3]  # rows of ROWS
 
 
 @pytest.mark.parametrize(
