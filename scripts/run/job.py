@@ -13,6 +13,7 @@ from typing import Any
 
 from adapters import inject_adapter, save_adapter
 from peft_core import random
+from peft_core.amp import autocast
 from peft_core.backend import peak_rss_bytes, rss_bytes
 from peft_core.checkpoint import checkpoint_files, parse_size
 from peft_core.dtypes import as_dtype, dtype_name, float32
@@ -269,7 +270,8 @@ class Job:
         """What the model answers to eval.sample_prompts, greedily."""
         prompts = self.config.eval.sample_prompts
         ids = [base.prompt_ids(self.tokenizer, text) for text in prompts]
-        out = generate(self.model, ids, max_new_tokens=self.config.eval.max_new_tokens, eos_token_id=self.stop_ids)
+        with autocast(self.precision):
+            out = generate(self.model, ids, max_new_tokens=self.config.eval.max_new_tokens, eos_token_id=self.stop_ids)
         return [{"prompt": p, "text": self.tokenizer.decode(new)} for p, new in zip(prompts, out, strict=True)]
 
     # ------------------------------------------------------------------ results
