@@ -55,6 +55,11 @@ def as_device(spec: str | Device | None) -> Device:
     raise ValueError(f"device {spec!r} is not known; expected 'cpu', 'cuda' or 'cuda:<number>'.")
 
 
+def device(spec: str | Device, index: int | None = None) -> Device:
+    """The device meant by ("cuda:1"), ("cuda", 1) or ("cpu"): torch's name for ``as_device``."""
+    return as_device(spec if index is None else f"{spec}:{index}")
+
+
 def device_of(array: Array) -> Device:
     """The device that holds ``array``."""
     return CPU if xp_of(array) is np else Device("cuda", int(array.device.id))
@@ -86,6 +91,39 @@ def to_device(array: Array, device: str | Device) -> Array:
 def to_numpy(array: Array) -> np.ndarray:
     """``array`` in host memory: itself on the CPU, a copy from a GPU."""
     return np.asarray(array) if xp_of(array) is np else array.get()
+
+
+def gpu_count() -> int:
+    """The number of GPUs that can be used: 0 where CuPy or a driver is missing."""
+    try:
+        return int(_cupy().cuda.runtime.getDeviceCount())
+    except RuntimeError:  # no CuPy, and CuPy's own error for a missing or too old driver
+        return 0
+
+
+def gpu_synchronize(device: Any = None) -> None:
+    """Wait until a GPU (by default the first) has done what it was given."""
+    _cupy().cuda.Device(_gpu_index(device)).synchronize()
+
+
+def gpu_bytes(device: Any = None) -> tuple[int, int]:
+    """(bytes that arrays occupy, bytes that the memory pool holds) on a GPU, by default the first."""
+    cupy = _cupy()
+    with cupy.cuda.Device(_gpu_index(device)):
+        pool = cupy.get_default_memory_pool()
+        return int(pool.used_bytes()), int(pool.total_bytes())
+
+
+def gpu_empty_cache() -> None:
+    """Give memory of the pools that no array uses back to the driver; nothing where CuPy was never imported."""
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        cupy.get_default_memory_pool().free_all_blocks()
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+
+def _gpu_index(device: Any) -> int:
+    return device if isinstance(device, int) else as_device(device or "cuda").index or 0
 
 
 def peak_rss_bytes() -> int:
