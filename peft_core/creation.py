@@ -131,7 +131,9 @@ def randn(
     return _made(source.normal(_flat(size), dtype=_or_float(dtype)), None, device, requires_grad)
 
 
-def randint(*bounds: Any, dtype: Any = "int64", device: Any = None, generator: Generator | None = None, size: Any = None) -> Tensor:
+def randint(
+    *bounds: Any, dtype: Any = "int64", device: Any = None, generator: Generator | None = None, size: Any = None
+) -> Tensor:
     """randint([low = 0,] high, size): integers from [low, high).  Raises ValueError where the size is missing."""
     if size is None and bounds and isinstance(bounds[-1], tuple | list):
         *bounds, size = bounds  # type: ignore[assignment]
@@ -149,7 +151,8 @@ def randperm(n: int, dtype: Any = "int64", device: Any = None, generator: Genera
 def bernoulli(p: Any, generator: Generator | None = None) -> Tensor:
     """1 with the probability that each element of ``p`` states, else 0; in p's dtype."""
     p = as_tensor(p)
-    return _made((rand(p.shape, dtype="float64", device=p.device, generator=generator).data < p.data), p.dtype, p.device)
+    draws = rand(p.shape, dtype="float64", device=p.device, generator=generator)
+    return _made(draws.data < p.data, p.dtype, p.device)
 
 
 # ------------------------------------------------------------------ like another Tensor

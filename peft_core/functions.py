@@ -14,7 +14,7 @@ import numpy as np
 
 from . import ops
 from .dtypes import as_dtype
-from .tensor import Tensor, _flat
+from .tensor import Tensor
 from .unsupported import unsupported
 
 __all__ = [
@@ -263,13 +263,13 @@ def _extreme(name: str, x: Any, dim: Any, keepdim: bool) -> Any:
 
 @both
 def max(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """The largest element; with ``dim`` (values, indices), the first of equals; with a Tensor in its place, maximum."""
+    """The largest element; with ``dim`` (values, indices), the first of equals; with a Tensor instead, maximum."""
     return _extreme("max", x, dim, keepdim)
 
 
 @both
 def min(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """The smallest element; with ``dim`` (values, indices), the first of equals; with a Tensor in its place, minimum."""
+    """The smallest element; with ``dim`` (values, indices), the first of equals; with a Tensor instead, minimum."""
     return _extreme("min", x, dim, keepdim)
 
 
@@ -338,7 +338,7 @@ def logsumexp(x: Any, dim: int, keepdim: bool = False) -> Tensor:
 
 @both
 def masked_fill(x: Any, mask: Any, value: Any) -> Tensor:
-    """x with the number ``value`` where ``mask`` holds; the two broadcast.  Raises TypeError for a mask not of bools."""
+    """x with the number ``value`` where ``mask`` (bool, or TypeError) holds; the two broadcast."""
     if mask.dtype.kind != "b":
         raise TypeError(f"masked_fill got a mask of dtype {mask.dtype}; expected bool. Compare first, as in mask == 0.")
     shape = np.broadcast_shapes(x.shape, mask.shape)

@@ -73,6 +73,21 @@ def unsupported(what: str, why: str) -> NoReturn:
     raise UnsupportedError(f"{what} is not supported: {why}.")
 
 
+def missing_attribute(kind: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error for an attribute that a Module of class ``kind`` lacks."""
+    if name in REASONS and name not in ("load", "save", "func", "sort", "unique", "median", "compile"):
+        return UnsupportedNameError(f"{kind}.{name} is not supported: {REASONS[name]}.")
+    close = _close(name, known)
+    return AttributeError(f"{kind!r} object has no attribute {name!r}.{close}")
+
+
+def _close(name: str, known: Iterable[str]) -> str:
+    import difflib
+
+    found = difflib.get_close_matches(name, [k for k in known if not k.startswith("_")], n=3, cutoff=0.7)
+    return f" Close to it: {', '.join(found)}." if found else ""
+
+
 def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
     """The error for a name that ``owner`` (a module, "Tensor", ...) lacks."""
     if name.startswith("__"):
@@ -82,10 +97,7 @@ def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
         reason = _IN_PLACE
     if reason is not None:
         return UnsupportedNameError(f"{owner}.{name} is not supported: {reason}.")
-    import difflib
-
-    close = difflib.get_close_matches(name, [k for k in known if not k.startswith("_")], n=3, cutoff=0.7)
-    hint = f" Close to it: {', '.join(close)}." if close else ""
     return UnsupportedNameError(
-        f"{owner} has no {name!r}; expected a name of the supported part of torch, as dir({owner}) lists it.{hint}"
+        f"{owner} has no {name!r}; expected a name of the supported part of torch, as dir({owner}) lists it."
+        + _close(name, known)
     )

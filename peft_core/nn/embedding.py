@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from .. import ops
-from ..dtypes import as_dtype
+from .. import creation, ops
 from ..random import Generator
 from ..tensor import Tensor
 from . import init
@@ -20,10 +17,15 @@ class Embedding(Module):
     weight: Parameter
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, dtype: Any = "float32", generator: Generator | None = None
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        dtype: Any = "float32",
+        generator: Generator | None = None,
+        device: Any = None,
     ) -> None:
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.weight = Parameter(np.empty((num_embeddings, embedding_dim), as_dtype(dtype)))  # (V, D)
+        self.weight = Parameter(creation.empty(num_embeddings, embedding_dim, dtype=dtype, device=device))  # (V, D)
         init.normal_(self.weight, generator=generator)
 
     def forward(self, ids: Any) -> Tensor:

@@ -4,6 +4,7 @@ from .activation import gelu, log_softmax, logsumexp, relu, sigmoid, silu, softm
 from .attention import attention
 from .conv import conv2d, max_pool2d
 from .dropout import dropout
+from .einsum import einsum
 from .elementwise import (
     abs,
     add,
@@ -35,7 +36,6 @@ from .elementwise import (
     to_device,
     where,
 )
-from .einsum import einsum
 from .embedding import embedding
 from .linear import linear, low_rank, matmul
 from .logic import (

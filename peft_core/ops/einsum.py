@@ -22,11 +22,13 @@ def einsum(subscripts: str, *operands: Any) -> Tensor:
 
     A label that the output lacks is summed over; one that an operand repeats takes its diagonal; "..." stands for
     leading dimensions that broadcast, as sizes of 1 do.  Without "->" the output has the labels that appear once, in
-    alphabetical order.  Operands are multiplied from left to right.  dtype as in matmul; sums in float32 for half types.
+    alphabetical order.  Operands are multiplied from left to right; dtype as in matmul.
     Retains, for the gradient of an operand, the others.  Raises TypeError or ValueError.
     """
     if not isinstance(subscripts, str):
-        raise TypeError(f"einsum got a {type(subscripts).__name__} first; expected the subscripts, such as 'ij,jk->ik'.")
+        raise TypeError(
+            f"einsum got a {type(subscripts).__name__} first; expected the subscripts, such as 'ij,jk->ik'."
+        )
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     labels, out = _parsed(subscripts, [x.shape for x in operands])
@@ -128,7 +130,9 @@ def _parsed(subscripts: str, shapes: list[tuple]) -> tuple[list[str], str]:
         raise ValueError(f"einsum {subscripts!r} names {len(parts)} operands and got {len(shapes)}; expected as many.")
     strange = set(text.replace("...", "").replace("->", "").replace(",", "")) - set(string.ascii_letters)
     if strange:
-        raise ValueError(f"einsum {subscripts!r} contains {''.join(sorted(strange))!r}; expected letters, ',', '->', '...'.")
+        raise ValueError(
+            f"einsum {subscripts!r} contains {''.join(sorted(strange))!r}; expected letters, ',', '->', '...'."
+        )
     labels = [_spelled(part, len(shape), subscripts) for part, shape in zip(parts, shapes, strict=True)]
     hidden = "".join(reversed(_ELLIPSIS[: max((sum(c in _ELLIPSIS for c in names) for names in labels), default=0)]))
     if arrow:

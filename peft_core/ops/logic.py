@@ -30,7 +30,7 @@ def _bits(name: str, symbol: str) -> Any:
         return xp.asarray(getattr(xp, name)(a, b)), None
 
     bits.__name__ = bits.__qualname__ = name
-    bits.__doc__ = f"a {symbol} b, of bools or of the bits of integers; without a gradient.  Raises TypeError for floats."
+    bits.__doc__ = f"a {symbol} b, of bools or bits of integers; without a gradient.  Raises TypeError for floats."
     return op(bits)
 
 

@@ -38,10 +38,10 @@ def gather(x: Array, index: Array, *, axis: int) -> Any:
     fits = all(m <= n or i == axis for i, (m, n) in enumerate(zip(index.shape, shape, strict=False)))
     if index.ndim != len(shape) or index.dtype.kind not in "iu" or not fits:
         raise ValueError(
-            f"gather of x {shape} by index {index.shape} ({index.dtype}) along axis {axis}; expected integers in as many "
-            "dimensions, no larger than x outside the axis."
+            f"gather of x {shape} by index {index.shape} ({index.dtype}) along axis {axis}; expected integers in "
+            "as many dimensions, no larger than x outside the axis."
         )
-    if index.size and not (0 <= int(index.min()) and int(index.max()) < shape[axis]):
+    if index.size and (int(index.min()) < 0 or int(index.max()) >= shape[axis]):
         raise IndexError(
             f"gather got indices from {int(index.min())} to {int(index.max())}; expected 0 to {shape[axis] - 1}."
         )
