@@ -39,29 +39,32 @@ def einsum(subscripts: str, *operands: Any) -> Tensor:
 def _einsum(*arrays: Array, labels: list[str], out: str) -> Any:
     xp, dtype = xp_of(*arrays), product_dtype(*arrays)
     sizes = _sizes(labels, [a.shape for a in arrays])
-    views, kept = zip(*(_simple(a, names, sizes) for a, names in zip(arrays, labels, strict=True)), strict=True)
-    y = _contracted([factor(v, dtype) for v in views], list(kept), out, xp)
+    y = _contracted(*_factors(arrays, labels, sizes, dtype), out, xp)
     vjps = tuple(
-        _gradient(i, [v for j, v in enumerate(views) if j != i], kept, out, (a.shape, a.dtype, labels[i]), sizes, dtype)
-        for i, a in enumerate(arrays)
-    )
+        _gradient([a for j, a in enumerate(arrays) if j != i], [n for j, n in enumerate(labels) if j != i], out,
+                  (x.shape, x.dtype, labels[i]), sizes, dtype)
+        for i, x in enumerate(arrays)
+    )  # fmt: skip
     return rounded(y, dtype, xp), vjps
 
 
-def _gradient(
-    i: int, others: list, kept: Sequence[str], out: str, given: tuple, sizes: dict[str, int], dtype: Any
-) -> Callable:
-    """gy, contracted with the other operands, spread over what operand ``i`` alone summed."""
+def _factors(arrays: Sequence, labels: list[str], sizes: dict[str, int], dtype: Any) -> tuple[list, list[str]]:
+    simple = [_simple(a, names, sizes) for a, names in zip(arrays, labels, strict=True)]
+    return [factor(a, dtype) for a, _ in simple], [names for _, names in simple]
+
+
+def _gradient(others: list, labels: list[str], out: str, given: tuple, sizes: dict[str, int], dtype: Any) -> Callable:
+    """gy, contracted with the ``others``, spread over what the operand ``given`` (shape, dtype, labels) alone summed."""
     shape, x_dtype, names = given
-    mine, labels = kept[i], [out, *(k for j, k in enumerate(kept) if j != i)]
+    mine = "".join(dict.fromkeys(c for c, n in zip(names, shape, strict=True) if n == sizes[c]))
 
     def gx(gy: Array) -> Array:
         xp = xp_of(gy)
-        present = "".join(c for c in mine if any(c in k for k in labels))
-        g = _contracted([factor(a, dtype) for a in (gy, *others)], labels, present, xp)
-        g = rounded(g, x_dtype, xp).reshape([sizes[c] if c in present else 1 for c in mine])
-        g = xp.broadcast_to(g, [sizes[c] for c in mine])
-        if len(mine) == len(names) == len(shape):
+        arrays, found = _factors((gy, *others), [out, *labels], sizes, dtype)
+        present = "".join(c for c in mine if any(c in k for k in found))
+        g = rounded(_contracted(arrays, found, present, xp), x_dtype, xp)
+        g = xp.broadcast_to(g.reshape([sizes[c] if c in present else 1 for c in mine]), [sizes[c] for c in mine])
+        if mine == names:
             return g
         full = xp.zeros(shape, x_dtype)
         _simple(full, names, sizes)[0][...] = g
