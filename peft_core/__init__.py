@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from numpy import iinfo
 
-from . import creation, cuda, dtypes, functions, nn, ops, optim, random, shapes
+from . import amp, creation, cuda, dtypes, functions, nn, ops, optim, random, shapes, utils
 from .amp import autocast, compute_dtype
 from .backend import Device, as_device, device
 from .creation import *  # noqa: F403
 from .dtypes import bfloat16, bool_, finfo, float16, float32, float64, int8, int16, int32, int64, uint8
 from .functions import *  # noqa: F403
+from .grad_scaler import GradScaler
 from .kernels import get_num_threads, set_num_threads
+from .nn import utils as _nn_utils  # noqa: F401  reached as nn.utils
 from .random import Generator, manual_seed
 from .recompute import recompute
 from .shapes import *  # noqa: F403
@@ -30,11 +32,11 @@ short, int, long, bool = int16, int32, int64, bool_
 inf, nan, pi = _math.inf, _math.nan, _math.pi
 
 __all__ = [
-    "Device", "Generator", "Tensor", "UnsupportedError", "as_device", "autocast", "bfloat16", "bool", "bool_",
-    "compute_dtype", "cuda", "device", "double", "dtypes", "enable_grad", "finfo", "float", "float16", "float32",
-    "float64", "get_num_threads", "half", "iinfo", "inf", "inference_mode", "int", "int8", "int16", "int32", "int64",
-    "is_grad_enabled", "long", "manual_seed", "nan", "nn", "no_grad", "op", "ops", "optim", "pi", "random",
-    "recompute", "set_grad_enabled", "set_num_threads", "short", "uint8",
+    "Device", "Generator", "GradScaler", "Tensor", "UnsupportedError", "amp", "as_device", "autocast", "bfloat16",
+    "bool", "bool_", "compute_dtype", "cuda", "device", "double", "dtypes", "enable_grad", "finfo", "float", "float16",
+    "float32", "float64", "get_num_threads", "half", "iinfo", "inf", "inference_mode", "int", "int8", "int16", "int32",
+    "int64", "is_grad_enabled", "long", "manual_seed", "nan", "nn", "no_grad", "op", "ops", "optim", "pi", "random",
+    "recompute", "set_grad_enabled", "set_num_threads", "short", "uint8", "utils",
     *creation.__all__, *functions.__all__, *shapes.__all__,
 ]  # fmt: skip
 

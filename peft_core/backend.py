@@ -6,6 +6,7 @@ CuPy is imported when a CUDA device is first asked for, never before: until then
 
 from __future__ import annotations
 
+import importlib.util
 import resource
 import sys
 from dataclasses import dataclass
@@ -76,6 +77,23 @@ def _cupy() -> Any:
     return cupy
 
 
+def cupy_or_none() -> Any:
+    """CuPy if it can be imported and sees a CUDA device, else None."""
+    if importlib.util.find_spec("cupy") is None:
+        return None
+    try:
+        cupy = _cupy()
+        return cupy if cupy.cuda.runtime.getDeviceCount() else None
+    except Exception:  # a driver that is missing or too old has many names, and all of them mean: no device
+        return None
+
+
+def cuda_device_count() -> int:
+    """How many CUDA devices this process can use: 0 without CuPy."""
+    cupy = cupy_or_none()
+    return 0 if cupy is None else int(cupy.cuda.runtime.getDeviceCount())
+
+
 def to_device(array: Array, device: str | Device) -> Array:
     """``array`` on ``device``; itself if it is there already.  Raises RuntimeError where CuPy is missing."""
     device = as_device(device)
@@ -91,39 +109,6 @@ def to_device(array: Array, device: str | Device) -> Array:
 def to_numpy(array: Array) -> np.ndarray:
     """``array`` in host memory: itself on the CPU, a copy from a GPU."""
     return np.asarray(array) if xp_of(array) is np else array.get()
-
-
-def gpu_count() -> int:
-    """The number of GPUs that can be used: 0 where CuPy or a driver is missing."""
-    try:
-        return int(_cupy().cuda.runtime.getDeviceCount())
-    except RuntimeError:  # no CuPy, and CuPy's own error for a missing or too old driver
-        return 0
-
-
-def gpu_synchronize(device: Any = None) -> None:
-    """Wait until a GPU (by default the first) has done what it was given."""
-    _cupy().cuda.Device(_gpu_index(device)).synchronize()
-
-
-def gpu_bytes(device: Any = None) -> tuple[int, int]:
-    """(bytes that arrays occupy, bytes that the memory pool holds) on a GPU, by default the first."""
-    cupy = _cupy()
-    with cupy.cuda.Device(_gpu_index(device)):
-        pool = cupy.get_default_memory_pool()
-        return int(pool.used_bytes()), int(pool.total_bytes())
-
-
-def gpu_empty_cache() -> None:
-    """Give memory of the pools that no array uses back to the driver; nothing where CuPy was never imported."""
-    cupy = sys.modules.get("cupy")
-    if cupy is not None:
-        cupy.get_default_memory_pool().free_all_blocks()
-        cupy.get_default_pinned_memory_pool().free_all_blocks()
-
-
-def _gpu_index(device: Any) -> int:
-    return device if isinstance(device, int) else as_device(device or "cuda").index or 0
 
 
 def peak_rss_bytes() -> int:

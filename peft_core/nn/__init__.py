@@ -6,6 +6,7 @@ from . import functional, init
 from .activation import GELU, Identity, LogSoftmax, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from .container import ModuleDict, ModuleList, Sequential
 from .conv import Conv2d, Flatten, MaxPool2d
+from .conv1d import Conv1D
 from .dropout import Dropout
 from .embedding import Embedding
 from .linear import Linear
@@ -15,9 +16,9 @@ from .norm import LayerNorm, RMSNorm
 from .project import project
 
 __all__ = [
-    "GELU", "Conv2d", "CrossEntropyLoss", "Dropout", "Embedding", "Flatten", "Identity", "LayerNorm", "Linear",
-    "LogSoftmax", "MSELoss", "MaxPool2d", "Module", "ModuleDict", "ModuleList", "Parameter", "RMSNorm", "ReLU",
-    "Sequential", "SiLU", "Sigmoid", "Softmax", "Tanh", "functional", "init", "project",
+    "GELU", "Conv1D", "Conv2d", "CrossEntropyLoss", "Dropout", "Embedding", "Flatten", "Identity", "LayerNorm",
+    "Linear", "LogSoftmax", "MSELoss", "MaxPool2d", "Module", "ModuleDict", "ModuleList", "Parameter", "RMSNorm",
+    "ReLU", "Sequential", "SiLU", "Sigmoid", "Softmax", "Tanh", "functional", "init", "project",
 ]  # fmt: skip
 
 if not _TYPE_CHECKING:  # a type checker has to see what is missing

@@ -59,8 +59,10 @@ from .logic import (
 )
 from .loss import cross_entropy, head_loss
 from .norm import layer_norm, rms_norm
+from .projection import project
 from .reduce import max, mean, min, sum, var
 from .rope import rope
+from .rotary import rotary_attention
 from .select import cumsum, gather, repeat, tril, triu
 from .shape import (
     concatenate,
@@ -80,10 +82,11 @@ from .shape import (
 __all__ = [
     "abs", "add", "all", "any", "argmax", "argmin", "astype", "attention", "bitwise_and", "bitwise_not", "bitwise_or",
     "bitwise_xor", "ceil", "clip", "clone", "concatenate", "contiguous", "conv2d", "cos", "cross_entropy", "cumsum",
-    "div", "dropout", "einsum", "embedding", "eq", "exp", "expand", "flatten", "floor", "floor_divide", "gather",
-    "ge", "gelu", "getitem", "gt", "head_loss", "isfinite", "isinf", "isnan", "layer_norm", "le", "linear", "log",
-    "log1p", "log_softmax", "logsumexp", "low_rank", "lt", "masked_fill", "matmul", "max", "max_pool2d", "maximum",
-    "mean", "min", "minimum", "mul", "ne", "neg", "permute", "pow", "power", "relu", "remainder", "repeat", "reshape",
-    "rms_norm", "rope", "round", "rsqrt", "sigmoid", "sign", "silu", "sin", "softmax", "split", "sqrt", "squeeze",
-    "stack", "sub", "sum", "swiglu", "tanh", "to_device", "transpose", "tril", "triu", "unsqueeze", "var", "where",
+    "div", "dropout", "einsum", "embedding", "eq", "exp", "expand", "flatten", "floor", "floor_divide", "gather", "ge",
+    "gelu", "getitem", "gt", "head_loss", "isfinite", "isinf", "isnan", "layer_norm", "le", "linear", "log", "log1p",
+    "log_softmax", "logsumexp", "low_rank", "lt", "masked_fill", "matmul", "max", "max_pool2d", "maximum", "mean",
+    "min", "minimum", "mul", "ne", "neg", "permute", "pow", "power", "project", "relu", "remainder", "repeat",
+    "reshape", "rms_norm", "rope", "rotary_attention", "round", "rsqrt", "sigmoid", "sign", "silu", "sin", "softmax",
+    "split", "sqrt", "squeeze", "stack", "sub", "sum", "swiglu", "tanh", "to_device", "transpose", "tril", "triu",
+    "unsqueeze", "var", "where",
 ]  # fmt: skip
