@@ -111,6 +111,11 @@ def to_numpy(array: Array) -> np.ndarray:
     return np.asarray(array) if xp_of(array) is np else array.get()
 
 
+def address(array: Array) -> int:
+    """Where the first element of ``array`` lies."""
+    return int(array.__array_interface__["data"][0]) if xp_of(array) is np else int(array.data.ptr)
+
+
 def peak_rss_bytes() -> int:
     """The largest resident memory this process has had, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

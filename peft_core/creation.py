@@ -6,7 +6,9 @@ by default the one that ``manual_seed`` restarts; they are the same on every dev
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,10 +19,23 @@ from .random import Generator
 from .tensor import Tensor, _flat
 
 __all__ = [
-    "arange", "as_tensor", "bernoulli", "empty", "empty_like", "eye", "from_numpy", "full", "full_like", "linspace",
+    "arange", "as_tensor", "bernoulli", "empty", "empty_like", "eye", "from_numpy", "full", "full_like", "linspace", "multinomial",
     "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros",
     "zeros_like",
 ]  # fmt: skip
+
+
+F = TypeVar("F", bound=Callable)
+
+
+def _sized(function: F) -> F:
+    """``function(*size)``, which may be called with ``size=`` as well."""
+
+    @functools.wraps(function)
+    def made(*size: Any, **settings: Any) -> Tensor:
+        return function(*((settings.pop("size"),) if "size" in settings else size), **settings)
+
+    return made  # type: ignore[return-value]
 
 
 def _made(array: Any, dtype: Any, device: Any, requires_grad: bool = False) -> Tensor:
@@ -68,23 +83,26 @@ def from_numpy(array: np.ndarray) -> Tensor:
 # ------------------------------------------------------------------ constants
 
 
-def full(size: Any, value: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Tensor:
-    """``value`` everywhere; without ``dtype``: float32 for a float, int64 for an int, bool for a bool."""
-    value = value.item() if isinstance(value, Tensor) else value
+def full(size: Any, fill_value: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Tensor:
+    """``fill_value`` everywhere; without ``dtype``: float32 for a float, int64 for an int, bool for a bool."""
+    value = fill_value.item() if isinstance(fill_value, Tensor) else fill_value
     kind = type(value) if isinstance(value, bool | int) else np.float32
     return _made(np.full(size, value, as_dtype(kind if dtype is None else dtype)), None, device, requires_grad)
 
 
+@_sized
 def zeros(*size: Any, dtype: Any = "float32", device: Any = None, requires_grad: bool = False) -> Tensor:
     """Zero everywhere; ``size`` as numbers or one tuple."""
     return _made(np.zeros(_flat(size), _or_float(dtype)), None, device, requires_grad)
 
 
+@_sized
 def ones(*size: Any, dtype: Any = "float32", device: Any = None, requires_grad: bool = False) -> Tensor:
     """One everywhere; ``size`` as numbers or one tuple."""
     return _made(np.ones(_flat(size), _or_float(dtype)), None, device, requires_grad)
 
 
+@_sized
 def empty(*size: Any, dtype: Any = "float32", device: Any = None, requires_grad: bool = False) -> Tensor:
     """Memory as it comes; ``size`` as numbers or one tuple."""
     return _made(np.empty(_flat(size), _or_float(dtype)), None, device, requires_grad)
@@ -99,12 +117,16 @@ def eye(n: int, m: int | None = None, dtype: Any = "float32", device: Any = None
     return _made(np.eye(n, m, dtype=_or_float(dtype)), None, device)
 
 
-def arange(*bounds: Any, dtype: Any = None, device: Any = None) -> Tensor:
+def arange(
+    *bounds: Any, start: Any = None, end: Any = None, step: Any = None, dtype: Any = None, device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:  # fmt: skip
     """start, start + step, ... below the end, as range() takes them; int64, or float32 where a bound is a float."""
-    numbers = [b.item() if isinstance(b, Tensor) else b for b in bounds]
+    given = [*bounds, *(b for b in (start, end, step) if b is not None)]
+    numbers = [b.item() if isinstance(b, Tensor) else b for b in given]
     if dtype is None:
         dtype = "float32" if any(isinstance(b, float) for b in numbers) else "int64"
-    return _made(np.arange(*numbers), dtype, device)
+    return _made(np.arange(*numbers), dtype, device, requires_grad)
 
 
 def linspace(start: float, end: float, steps: int, dtype: Any = None, device: Any = None) -> Tensor:
@@ -115,6 +137,7 @@ def linspace(start: float, end: float, steps: int, dtype: Any = None, device: An
 # ------------------------------------------------------------------ random numbers
 
 
+@_sized
 def rand(
     *size: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, generator: Generator | None = None
 ) -> Tensor:
@@ -123,6 +146,7 @@ def rand(
     return _made(source.uniform(_flat(size), dtype=_or_float(dtype)), None, device, requires_grad)
 
 
+@_sized
 def randn(
     *size: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, generator: Generator | None = None
 ) -> Tensor:
@@ -132,9 +156,11 @@ def randn(
 
 
 def randint(
-    *bounds: Any, dtype: Any = "int64", device: Any = None, generator: Generator | None = None, size: Any = None
-) -> Tensor:
+    *bounds: Any, low: Any = None, high: Any = None, size: Any = None, dtype: Any = "int64", device: Any = None,
+    generator: Generator | None = None,
+) -> Tensor:  # fmt: skip
     """randint([low = 0,] high, size): integers from [low, high).  Raises ValueError where the size is missing."""
+    bounds += tuple(b for b in (low, high) if b is not None)
     if size is None and bounds and isinstance(bounds[-1], tuple | list):
         *bounds, size = bounds  # type: ignore[assignment]
     if size is None or not 1 <= len(bounds) <= 2:
@@ -146,6 +172,27 @@ def randint(
 def randperm(n: int, dtype: Any = "int64", device: Any = None, generator: Generator | None = None) -> Tensor:
     """0 ... n - 1 in random order."""
     return _made((generator or random.default_generator).permutation(n), dtype, device)
+
+
+def multinomial(x: Any, num_samples: int, replacement: bool = False, generator: Generator | None = None) -> Tensor:
+    """``num_samples`` places of each row, drawn with the probabilities x / x.sum(); x (C,) or (B, C) -> int64.
+
+    Without ``replacement`` no place is drawn twice.  Raises ValueError for negative or non-finite numbers, and for
+    rows with fewer places of positive probability than are drawn.
+    """
+    p = as_tensor(x).to("float64")
+    array, xp = p.data, xp_of(p.data)
+    needed = 1 if replacement else num_samples
+    if not bool(xp.isfinite(array).all() and (array >= 0).all() and ((array > 0).sum(-1) >= needed).all()):
+        raise ValueError(f"multinomial of {num_samples} places from {array.tolist() if array.size < 9 else array.shape}"
+                         f"; expected finite numbers >= 0, of which at least {needed} in a row > 0.")  # fmt: skip
+    shape = (*p.shape[:-1], num_samples if replacement else 1, p.shape[-1])
+    u = 1 - rand(shape, dtype="float64", device=p.device, generator=generator).data  # (0, 1]
+    with np.errstate(divide="ignore"):
+        first = -xp.log(u) / array[..., None, :]  # exponential times of rate p: the first to ring has probability p
+    if replacement:
+        return _made(xp.argmin(first, axis=-1), "int64", p.device)
+    return _made(xp.argsort(first[..., 0, :], axis=-1)[..., :num_samples], "int64", p.device)
 
 
 def bernoulli(p: Any, generator: Generator | None = None) -> Tensor:
@@ -177,9 +224,9 @@ def empty_like(x: Tensor, dtype: Any = None, device: Any = None, requires_grad: 
     return empty(x.shape, requires_grad=requires_grad, **_like(x, dtype, device))
 
 
-def full_like(x: Tensor, value: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Tensor:
-    """``value`` everywhere, of x's shape, by default of its dtype and on its device."""
-    return full(x.shape, value, requires_grad=requires_grad, **_like(x, dtype, device))
+def full_like(x: Tensor, fill_value: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Tensor:
+    """``fill_value`` everywhere, of x's shape, by default of its dtype and on its device."""
+    return full(x.shape, fill_value, requires_grad=requires_grad, **_like(x, dtype, device))
 
 
 def rand_like(x: Tensor, dtype: Any = None, device: Any = None, generator: Generator | None = None) -> Tensor:

@@ -7,6 +7,7 @@ A function below is ``peft_core.name(x, ...)`` and, marked ``@both``, ``x.name(.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,20 +19,26 @@ from .tensor import Tensor
 from .unsupported import unsupported
 
 __all__ = [
-    "abs", "add", "all", "allclose", "amax", "amin", "any", "argmax", "argmin", "bitwise_and", "bitwise_not",
+    "abs", "add", "all", "allclose", "amax", "amin", "any", "argmax", "argmin", "argsort", "bitwise_and", "bitwise_not",
     "bitwise_or", "bitwise_xor", "bmm", "ceil", "clamp", "clip", "clone", "cos", "cumsum", "div", "dot", "einsum",
     "eq", "equal", "exp", "floor", "floor_divide", "gather", "ge", "gt", "index_select", "isfinite", "isinf", "isnan",
     "le", "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logsumexp", "lt", "masked_fill",
-    "matmul", "max", "maximum", "mean", "min", "minimum", "mm", "mul", "ne", "neg", "norm", "outer", "pow",
-    "reciprocal", "relu", "remainder", "round", "rsqrt", "sigmoid", "sign", "sin", "softmax", "sqrt", "square", "std",
-    "sub", "sum", "tanh", "tril", "triu", "var", "where",
+    "matmul", "max", "maximum", "mean", "min", "minimum", "mm", "mul", "mv", "ne", "neg", "nonzero", "norm", "outer", "pow",
+    "reciprocal", "relu", "remainder", "round", "rsqrt", "sigmoid", "sign", "sin", "softmax", "sort", "sqrt", "square", "std",
+    "sub", "sum", "tanh", "topk", "tril", "triu", "var", "where",
 ]  # fmt: skip
 
-_SAME = {"axis": "dim", "keepdims": "keepdim", "input": "x", "other": "y", "tensor2": "y", "mat2": "y"}
+_SAME = {  # a parameter's name in torch or NumPy -> its name here
+    "axis": "dim", "keepdims": "keepdim", "input": "x", "other": "y", "tensor2": "y", "mat2": "y", "vec": "y",
+    "split_size": "sizes", "split_size_or_sections": "sizes",
+}  # fmt: skip
+_MANY = ("dims", "shape", "size", "sizes", "repeats")  # keywords for what is given as *arguments
 
 
 def _spelled(function: Callable) -> Callable:
     """``function`` with torch's and NumPy's spellings of its keywords.  Raises UnsupportedError for ``out=``."""
+
+    takes_many = bool(function.__code__.co_flags & inspect.CO_VARARGS)
 
     @functools.wraps(function)
     def spelled(*args: Any, **kwargs: Any) -> Any:
@@ -39,6 +46,8 @@ def _spelled(function: Callable) -> Callable:
             return function(*args)
         if kwargs.pop("out", None) is not None:
             unsupported(f"{function.__name__}(out=...)", "no function writes into its arguments; use what it returns")
+        if takes_many:
+            args += tuple(kwargs.pop(name) for name in _MANY if name in kwargs)
         return function(*args, **{_SAME.get(name, name): value for name, value in kwargs.items()})
 
     return spelled
@@ -182,6 +191,14 @@ def mm(x: Any, y: Any) -> Tensor:
 
 
 @both
+def mv(x: Any, y: Any) -> Tensor:
+    """x (I, K) @ y (K,).  Raises ValueError for other shapes."""
+    if x.ndim != 2 or y.ndim != 1:
+        raise ValueError(f"mv of {x.shape} and {y.shape}; expected a matrix and a vector.")
+    return ops.matmul(x, y)
+
+
+@both
 def dot(x: Any, y: Any) -> Tensor:
     """The inner product of two vectors.  Raises ValueError for other shapes."""
     return _product("dot", x, y, 1)
@@ -205,8 +222,8 @@ einsum = ops.einsum
 # ------------------------------------------------------------------ reductions
 
 
-class Extreme(NamedTuple):
-    """What ``max`` and ``min`` over one dimension return."""
+class Found(NamedTuple):
+    """What ``max``, ``min``, ``sort`` and ``topk`` over one dimension return."""
 
     values: Tensor
     indices: Tensor
@@ -258,7 +275,7 @@ def _extreme(name: str, x: Any, dim: Any, keepdim: bool) -> Any:
         return getattr(ops, name)(x)
     indices = getattr(ops, f"arg{name}")(x, axis=dim, keepdims=True)
     values = ops.gather(x, indices, axis=dim)
-    return Extreme(*(t if keepdim else ops.squeeze(t, dim) for t in (values, indices)))
+    return Found(*(t if keepdim else ops.squeeze(t, dim) for t in (values, indices)))
 
 
 @both
@@ -295,6 +312,31 @@ def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Tensor:
 def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Where the smallest element over ``dim`` stands."""
     return ops.argmin(x, axis=dim, keepdims=keepdim)
+
+
+@both
+def argsort(x: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
+    """Where the elements of ``dim`` stand in order, equal ones in their own order whatever ``stable`` says."""
+    return ops.argsort(x, axis=dim, descending=descending)
+
+
+@both
+def sort(x: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Found:
+    """The elements in order along ``dim``, and where they stood; equal ones in their own order."""
+    indices = ops.argsort(x, axis=dim, descending=descending)
+    return Found(ops.gather(x, indices, axis=dim), indices)
+
+
+@both
+def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Found:
+    """The ``k`` largest or smallest elements along ``dim``, in order, and where they stood.
+
+    Raises ValueError for more of them than there are.
+    """
+    if not 0 <= k <= x.shape[dim]:
+        raise ValueError(f"topk of {k} along dimension {dim} of shape {x.shape}; expected at most {x.shape[dim]}.")
+    indices = ops.argsort(x, axis=dim, descending=largest)[(slice(None),) * (dim % x.ndim) + (slice(k),)]
+    return Found(ops.gather(x, indices, axis=dim), indices)
 
 
 @both
@@ -347,11 +389,26 @@ def masked_fill(x: Any, mask: Any, value: Any) -> Tensor:
 
 
 @_spelled
-def where(condition: Any, x: Any = None, y: Any = None) -> Tensor:
-    """x where ``condition`` holds, else y.  Raises UnsupportedError for the form without x and y."""
-    if x is None or y is None:
-        unsupported("where(condition) alone", "expected where(condition, x, y)")
+def where(condition: Any, x: Any = None, y: Any = None) -> Any:
+    """x where ``condition`` holds, else y; without the two, ``nonzero(condition, as_tuple=True)``."""
+    if x is None and y is None:
+        return nonzero(condition, as_tuple=True)
     return ops.where(condition, x, y)
+
+
+def _where(x: Tensor, condition: Any, y: Any) -> Tensor:
+    """x where ``condition`` holds, else y."""
+    return ops.where(condition, x, y)
+
+
+Tensor.where = _where  # type: ignore[attr-defined]  # the method takes x first, the function the condition
+
+
+@both
+def nonzero(x: Any, as_tuple: bool = False) -> Any:
+    """The places of the elements that are not zero: (number, dimensions), or a vector for each dimension."""
+    places = ops.nonzero(x)
+    return tuple(places[:, i] for i in range(x.ndim)) if as_tuple else places
 
 
 @both

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import random
-from .backend import Device, to_device, xp_of
+from .backend import Device, address, to_device, xp_of
 from .dtypes import as_dtype, dtype_name
 from .errors import GraphError
 
@@ -97,6 +97,10 @@ class Methods:
         """In the dtype and on the device of ``other``."""
         return self.to(other)
 
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+        return address(self.data)
+
     # ------------------------------------------------------------------ new ones like this
 
     def _new(self, make: Any, dtype: Any, device: Any, requires_grad: Any = False) -> Any:
@@ -129,7 +133,7 @@ class Methods:
         if tape.is_grad_enabled() or self.grad_fn is not None:
             raise GraphError(
                 f"{what} writes into a Tensor that the graph may still need; expected a leaf under no_grad(). "
-                "Wrap it in `with no_grad():`, or build a new Tensor."
+                "Wrap it in `with no_grad():`, or make a new Tensor, as in x = x + y."
             )
 
     def _write(self, what: str, value: Any) -> Any:

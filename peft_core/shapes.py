@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from . import ops
+from .backend import address
 from .dtypes import is_float
 from .functions import _spelled, both
 from .tensor import Tensor, _flat
 from .unsupported import unsupported
 
 __all__ = [
-    "broadcast_to", "cat", "chunk", "concat", "concatenate", "expand", "expand_as", "flatten", "is_floating_point",
+    "broadcast_to", "cat", "chunk", "concat", "concatenate", "expand", "expand_as", "flatten", "flip", "is_floating_point",
     "is_tensor", "movedim", "numel", "permute", "repeat", "repeat_interleave", "reshape", "split", "squeeze", "stack",
     "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
 ]  # fmt: skip
@@ -29,10 +30,19 @@ def reshape(x: Any, *shape: Any) -> Tensor:
 
 @both
 def view(x: Tensor, *shape: Any) -> Tensor:
-    """As reshape.  Raises UnsupportedError for a dtype in place of a shape."""
+    """The same memory in another shape (one size may be -1).
+
+    Raises RuntimeError where that would take a copy, UnsupportedError for a dtype in place of a shape.
+    """
     if len(shape) == 1 and not isinstance(shape[0], int | tuple | list | np.integer | Tensor):
         unsupported(f"view({shape[0]!r})", "memory keeps its dtype; expected a shape, or .to(dtype)")
-    return ops.reshape(x, shape=_flat(shape))
+    y = ops.reshape(x, shape=_flat(shape))
+    if x.data.size and address(y.data) != address(x.data):
+        raise RuntimeError(
+            f"view of shape {x.shape} and strides {x.stride()} as {y.shape} needs a copy; expected dimensions to join "
+            "that lie one after the other in memory. Use .reshape(...), or .contiguous() before."
+        )
+    return y
 
 
 @both
@@ -88,6 +98,14 @@ def _resolved(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 @both
+def flip(x: Any, *dims: Any) -> Tensor:
+    """The elements of the dimensions ``dims`` in reverse order."""
+    reverse = {d % x.ndim for d in _flat(dims)}
+    turned = x[tuple(slice(None, None, -1 if d in reverse else None) for d in range(x.ndim))]
+    return ops.contiguous(turned)
+
+
+@both
 def squeeze(x: Any, dim: Any = None) -> Tensor:
     """Without the dimensions of size 1 (all of them, or those in ``dim``)."""
     return ops.squeeze(x, dim)
@@ -119,8 +137,8 @@ def expand_as(x: Tensor, y: Tensor) -> Tensor:
 
 @both
 def view_as(x: Tensor, y: Tensor) -> Tensor:
-    """In y's shape."""
-    return ops.reshape(x, shape=y.shape)
+    """The same memory in y's shape.  Raises RuntimeError where that would take a copy."""
+    return view(x, y.shape)
 
 
 @both

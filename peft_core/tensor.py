@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class Tensor(Methods):
     """An n-dimensional array with a gradient.  ``data``: the NumPy or CuPy array, shared, never copied.
 
-    Raises ValueError if ``requires_grad`` is asked of a dtype that is not floating.
+    Raises TypeError for data that is no array, ValueError if ``requires_grad`` is asked of a dtype that is not floating.
     """
 
-    __slots__ = ("__weakref__", "_grad", "_requires_grad", "data", "grad_fn")
+    __slots__ = ("__weakref__", "_data", "_grad", "_requires_grad", "grad_fn")
     __array_priority__ = 1000  # numpy_array * tensor asks the Tensor first
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
@@ -42,6 +42,19 @@ class Tensor(Methods):
         return result
 
     # ------------------------------------------------------------------ what it is
+
+    @property
+    def data(self) -> Any:
+        """The NumPy or CuPy array itself; a Tensor that is assigned leaves its array."""
+        return self._data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            value = value._data
+        elif not hasattr(value, "dtype"):
+            raise TypeError(f"a Tensor of a {type(value).__name__}; expected an array. Use tensor(...) for numbers.")
+        self._data = value
 
     @property
     def requires_grad(self) -> bool:
@@ -70,12 +83,21 @@ class Tensor(Methods):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        array = value.data if isinstance(value, Tensor) else value
-        if array is not None and array.shape != self.shape:
+        """A copy of ``value``: a Tensor or an array of this shape, dtype and device (ValueError), or None."""
+        array = plain(value)
+        if array is None:
+            self._grad = None
+            return
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"grad was set to a {type(value).__name__}; expected a Tensor, an array or None.")
+        given = (array.shape, array.dtype, device_of(array))
+        wanted = (self.shape, self.dtype, self.device)
+        if given != wanted:
             raise ValueError(
-                f"grad of shape {array.shape} was set on a Tensor of shape {self.shape}; expected the same."
+                f"grad of shape {given[0]}, dtype {dtype_name(given[1])} on {given[2]} was set on a Tensor of shape "
+                f"{wanted[0]}, dtype {dtype_name(wanted[1])} on {wanted[2]}; expected the same of each."
             )
-        self._grad = array
+        self._grad = xp_of(array).array(array)  # law 4: an optimiser's in-place step must reach nobody else's memory
 
     @property
     def is_leaf(self) -> bool:
@@ -271,10 +293,10 @@ class Tensor(Methods):
         return ops.matmul(other, self)
 
     def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
-        return ops.eq(self, other)
+        return ops.eq(self, other) if _is_number(other) else NotImplemented
 
     def __ne__(self, other: object) -> Tensor:  # type: ignore[override]
-        return ops.ne(self, other)
+        return ops.ne(self, other) if _is_number(other) else NotImplemented
 
     def __lt__(self, other: Any) -> Tensor:
         return ops.lt(self, other)
@@ -298,6 +320,12 @@ class Tensor(Methods):
 
     def __floordiv__(self, other: Any) -> Tensor:
         return ops.floor_divide(self, other)
+
+    def __rfloordiv__(self, other: Any) -> Tensor:
+        return ops.floor_divide(other, self)
+
+    def __rmod__(self, other: Any) -> Tensor:
+        return ops.remainder(other, self)
 
     def __mod__(self, other: Any) -> Tensor:
         return ops.remainder(self, other)
@@ -337,6 +365,10 @@ class Tensor(Methods):
     def contiguous(self) -> Tensor:
         """Itself if contiguous, else a copy in C order."""
         return self if self.is_contiguous() else ops.contiguous(self)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) or hasattr(x, "dtype")
 
 
 def _flat(sizes: tuple) -> tuple[int, ...]:

@@ -22,7 +22,10 @@ _IN_PLACE = "in-place functions are limited to those that fill or update a leaf 
 _FILES = "files are read and written as safetensors; expected peft_core.safetensors_io"
 _BATCH_NORM = "batch statistics are left out; expected LayerNorm or RMSNorm, or norms folded into the convolutions"
 _LISTS = "expected a plain list or dict of Parameters as an attribute: its elements are found"
-_SORTING = "expected NumPy on x.numpy()"
+_ORDER = "expected NumPy on x.numpy()"
+_LEGACY = "expected tensor(data, dtype=...), or zeros(...) and the like for a size"
+_POOLING = "expected MaxPool2d, or x.mean((-2, -1)) for the mean of each channel"
+_SETTING = "there is no such setting; leave the line out"
 
 REASONS = {  # name -> why it is missing and what to use; what stands here needs no other mention
     "BatchNorm1d": _BATCH_NORM,
@@ -50,12 +53,21 @@ REASONS = {  # name -> why it is missing and what to use; what stands here needs
     "sparse": "tensors are dense",
     "load": _FILES,
     "save": _FILES,
-    "topk": _SORTING,
-    "sort": _SORTING,
-    "argsort": _SORTING,
-    "kthvalue": _SORTING,
-    "median": _SORTING,
-    "unique": _SORTING,
+    "kthvalue": _ORDER,
+    "median": _ORDER,
+    "quantile": _ORDER,
+    "unique": _ORDER,
+    "FloatTensor": _LEGACY,
+    "LongTensor": _LEGACY,
+    "AvgPool2d": _POOLING,
+    "AdaptiveAvgPool2d": _POOLING,
+    "avg_pool2d": _POOLING,
+    "adaptive_avg_pool2d": _POOLING,
+    "Conv1d": "expected Conv2d with one row",
+    "backends": _SETTING,
+    "use_deterministic_algorithms": _SETTING,
+    "set_printoptions": _SETTING,
+    "set_float32_matmul_precision": _SETTING,
     "set_default_dtype": "there is no global dtype; pass dtype= where a tensor is made",
     "set_default_device": "there is no global device; pass device= where a tensor is made",
     "retain_grad": "only leaves keep a gradient; expected a leaf with requires_grad",

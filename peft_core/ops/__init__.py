@@ -43,6 +43,7 @@ from .logic import (
     any,
     argmax,
     argmin,
+    argsort,
     bitwise_and,
     bitwise_not,
     bitwise_or,
@@ -53,6 +54,7 @@ from .logic import (
     isfinite,
     isinf,
     isnan,
+    nonzero,
     remainder,
     round,
     sign,
@@ -80,13 +82,13 @@ from .shape import (
 )
 
 __all__ = [
-    "abs", "add", "all", "any", "argmax", "argmin", "astype", "attention", "bitwise_and", "bitwise_not", "bitwise_or",
-    "bitwise_xor", "ceil", "clip", "clone", "concatenate", "contiguous", "conv2d", "cos", "cross_entropy", "cumsum",
-    "div", "dropout", "einsum", "embedding", "eq", "exp", "expand", "flatten", "floor", "floor_divide", "gather", "ge",
-    "gelu", "getitem", "gt", "head_loss", "isfinite", "isinf", "isnan", "layer_norm", "le", "linear", "log", "log1p",
-    "log_softmax", "logsumexp", "low_rank", "lt", "masked_fill", "matmul", "max", "max_pool2d", "maximum", "mean",
-    "min", "minimum", "mul", "ne", "neg", "permute", "pow", "power", "project", "relu", "remainder", "repeat",
-    "reshape", "rms_norm", "rope", "rotary_attention", "round", "rsqrt", "sigmoid", "sign", "silu", "sin", "softmax",
-    "split", "sqrt", "squeeze", "stack", "sub", "sum", "swiglu", "tanh", "to_device", "transpose", "tril", "triu",
-    "unsqueeze", "var", "where",
+    "abs", "add", "all", "any", "argmax", "argmin", "argsort", "astype", "attention", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "ceil", "clip", "clone", "concatenate", "contiguous", "conv2d", "cos", "cross_entropy",
+    "cumsum", "div", "dropout", "einsum", "embedding", "eq", "exp", "expand", "flatten", "floor", "floor_divide",
+    "gather", "ge", "gelu", "getitem", "gt", "head_loss", "isfinite", "isinf", "isnan", "layer_norm", "le", "linear",
+    "log", "log1p", "log_softmax", "logsumexp", "low_rank", "lt", "masked_fill", "matmul", "max", "max_pool2d",
+    "maximum", "mean", "min", "minimum", "mul", "ne", "neg", "nonzero", "permute", "pow", "power", "project", "relu",
+    "remainder", "repeat", "reshape", "rms_norm", "rope", "rotary_attention", "round", "rsqrt", "sigmoid", "sign",
+    "silu", "sin", "softmax", "split", "sqrt", "squeeze", "stack", "sub", "sum", "swiglu", "tanh", "to_device",
+    "transpose", "tril", "triu", "unsqueeze", "var", "where",
 ]  # fmt: skip

@@ -12,17 +12,21 @@ from ..dtypes import accumulate_dtype, float32, is_float, promote
 
 
 def is_scalar(x: Any) -> bool:
-    """True for Python and NumPy scalars, which take the dtype of the array they meet (a 0-d array keeps its own)."""
+    """True for Python and NumPy scalars, which take the dtype of the array they meet."""
     return isinstance(x, int | float | bool | np.generic)
 
 
 def operands(*values: Any, floating: bool = False) -> tuple[Any, np.dtype, list[Array]]:
     """(xp, dtype of the result, values as arrays).  Scalars take the arrays' dtype: NumPy would let a float64 scalar
-    turn float32 arrays into float64.  ``floating`` (or a float scalar) makes integers float32."""
+    turn float32 arrays into float64.  ``floating`` (or a float scalar) makes integers float32.  Arrays without
+    dimensions count as in torch: only where they are of a higher kind (bool, integer, float) than the others."""
     xp = xp_of(*values)
-    dtypes = [v.dtype for v in values if not is_scalar(v)]
-    if dtypes:
-        dtype = promote(*dtypes)
+    arrays = [v for v in values if not is_scalar(v)]
+    if arrays:
+        dtype = promote(*(v.dtype for v in arrays))
+        full = [v.dtype for v in arrays if v.ndim]
+        if full and len(full) < len(arrays) and _kind(promote(*full)) == _kind(dtype):
+            dtype = promote(*full)
         if any(isinstance(v, float | np.floating) for v in values if is_scalar(v)) and not is_float(dtype):
             dtype = float32
     else:
@@ -30,6 +34,10 @@ def operands(*values: Any, floating: bool = False) -> tuple[Any, np.dtype, list[
     if floating and not is_float(dtype):
         dtype = float32
     return xp, dtype, [xp.asarray(v, dtype=dtype) if is_scalar(v) else v for v in values]
+
+
+def _kind(dtype: np.dtype) -> int:
+    return 2 if is_float(dtype) else int(dtype.kind != "b")
 
 
 def widen(x: Array, dtype: Any = None) -> Array:

@@ -138,6 +138,7 @@ def _conv2d(
 
     y = columns(x) @ factor(w, dtype).reshape(groups, -1, width).swapaxes(1, 2)  # (G, N P Q, O / G)
     y = y.reshape(groups, n, *size, n_out // groups).transpose(1, 0, 4, 2, 3).reshape(n, n_out, *size)
+    y = xp.ascontiguousarray(y)  # (N, O, P, Q): its user may call .view
     if not bias:
         return rounded(y, dtype, xp), (gx, gw)
     bias_dtype = bias[0].dtype

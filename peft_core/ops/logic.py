@@ -77,6 +77,25 @@ def _place(name: str, text: str) -> Any:
 argmax, argmin = _place("argmax", "largest"), _place("argmin", "smallest")
 
 
+@op
+def argsort(x: Array, *, axis: int = -1, descending: bool = False) -> Any:
+    """The places of the elements in order along ``axis``, int64; equal ones in theirs, NaN counts as the largest.
+
+    Without a gradient.
+    """
+    xp, wide = xp_of(x), widen(x)
+    if not descending:
+        return xp.argsort(wide, axis=axis, kind="stable"), None
+    back = xp.argsort(xp.flip(wide, axis), axis=axis, kind="stable")  # flipped twice, equal ones stay in their order
+    return xp.flip(x.shape[axis] - 1 - back, axis), None
+
+
+@op
+def nonzero(x: Array) -> Any:
+    """The places of the elements that are not zero, int64 (number of them, dimensions).  Without a gradient."""
+    return xp_of(x).argwhere(x != 0), None
+
+
 def _step(name: str, text: str) -> Any:
     def step(x: Array) -> Any:
         xp, dtype = xp_of(x), x.dtype
