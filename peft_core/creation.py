@@ -19,9 +19,9 @@ from .random import Generator
 from .tensor import Tensor, _flat
 
 __all__ = [
-    "arange", "as_tensor", "bernoulli", "empty", "empty_like", "eye", "from_numpy", "full", "full_like", "linspace", "multinomial",
-    "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros",
-    "zeros_like",
+    "arange", "as_tensor", "bernoulli", "empty", "empty_like", "eye", "from_numpy", "full", "full_like", "linspace",
+    "multinomial", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor",
+    "zeros", "zeros_like",
 ]  # fmt: skip
 
 

@@ -97,7 +97,7 @@ class Methods:
         """In the dtype and on the device of ``other``."""
         return self.to(other)
 
-    def data_ptr(self) -> int:
+    def data_ptr(self) -> Any:
         """The address of the first element."""
         return address(self.data)
 

@@ -1,4 +1,4 @@
-"""Shapes and conversions under torch's names, as functions and as methods of Tensor: the other half of functions.py."""
+"""Shapes and conversions under torch's names, as functions and as methods of Tensor; see functions.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .tensor import Tensor, _flat
 from .unsupported import unsupported
 
 __all__ = [
-    "broadcast_to", "cat", "chunk", "concat", "concatenate", "expand", "expand_as", "flatten", "flip", "is_floating_point",
-    "is_tensor", "movedim", "numel", "permute", "repeat", "repeat_interleave", "reshape", "split", "squeeze", "stack",
-    "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+    "broadcast_to", "cat", "chunk", "concat", "concatenate", "expand", "expand_as", "flatten", "flip",
+    "is_floating_point", "is_tensor", "movedim", "numel", "permute", "repeat", "repeat_interleave", "reshape", "split",
+    "squeeze", "stack", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
 ]  # fmt: skip
 
 

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 class Tensor(Methods):
     """An n-dimensional array with a gradient.  ``data``: the NumPy or CuPy array, shared, never copied.
 
-    Raises TypeError for data that is no array, ValueError if ``requires_grad`` is asked of a dtype that is not floating.
+    Raises TypeError for data that is no array, ValueError if ``requires_grad`` is asked of integers.
     """
 
     __slots__ = ("__weakref__", "_data", "_grad", "_requires_grad", "grad_fn")
+    _data: Any
     __array_priority__ = 1000  # numpy_array * tensor asks the Tensor first
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
@@ -347,7 +348,7 @@ class Tensor(Methods):
 
     __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
 
-    # ------------------------------------------------------------------ named methods: functions.py and shapes.py
+    # ------------------------------------------------------------------ the others: functions, reductions, shapes
 
     def __getattr__(self, name: str) -> Any:
         raise missing("Tensor", name, dir(Tensor))

@@ -110,6 +110,6 @@ def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
     if reason is not None:
         return UnsupportedNameError(f"{owner}.{name} is not supported: {reason}.")
     return UnsupportedNameError(
-        f"{owner} has no {name!r}; expected a name of the supported part of torch, as dir({owner}) lists it."
+        f"{owner}.{name} is not supported: it is none of torch's names that are here; dir({owner}) lists those."
         + _close(name, known)
     )

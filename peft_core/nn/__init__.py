@@ -10,15 +10,15 @@ from .conv1d import Conv1D
 from .dropout import Dropout
 from .embedding import Embedding
 from .linear import Linear
-from .loss import CrossEntropyLoss, MSELoss
+from .loss import CrossEntropyLoss, MSELoss, NLLLoss
 from .module import Module, Parameter
 from .norm import LayerNorm, RMSNorm
 from .project import project
 
 __all__ = [
     "GELU", "Conv1D", "Conv2d", "CrossEntropyLoss", "Dropout", "Embedding", "Flatten", "Identity", "LayerNorm",
-    "Linear", "LogSoftmax", "MSELoss", "MaxPool2d", "Module", "ModuleDict", "ModuleList", "Parameter", "RMSNorm",
-    "ReLU", "Sequential", "SiLU", "Sigmoid", "Softmax", "Tanh", "functional", "init", "project",
+    "Linear", "LogSoftmax", "MSELoss", "MaxPool2d", "Module", "ModuleDict", "ModuleList", "NLLLoss", "Parameter",
+    "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "Softmax", "Tanh", "functional", "init", "project",
 ]  # fmt: skip
 
 if not _TYPE_CHECKING:  # a type checker has to see what is missing

@@ -10,7 +10,7 @@ from ..ops.conv import pair
 from ..random import Generator
 from ..tensor import Tensor
 from ..unsupported import unsupported
-from . import init
+from . import functional, init
 from .module import Module, Parameter
 
 
@@ -59,9 +59,8 @@ class Conv2d(Module):
             init.uniform_(self.bias, -bound, bound, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, I, Y, X) -> (N, O, P, Q)."""
-        return ops.conv2d(x, self.weight, self.bias, stride=self.stride, padding=self.padding, dilation=self.dilation,
-                          groups=self.groups)  # fmt: skip
+        """x (N, I, Y, X) -> (N, O, P, Q), or one image without N."""
+        return functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
@@ -87,9 +86,8 @@ class MaxPool2d(Module):
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, C, Y, X) -> (N, C, P, Q)."""
-        return ops.max_pool2d(x, kernel=self.kernel_size, stride=self.stride, padding=self.padding,
-                              dilation=self.dilation)  # fmt: skip
+        """x (N, C, Y, X) -> (N, C, P, Q), or one image without N."""
+        return functional.max_pool2d(x, self.kernel_size, self.stride, self.padding, self.dilation)
 
     def extra_repr(self) -> str:
         return f"kernel_size={self.kernel_size}, stride={self.stride or self.kernel_size}, padding={self.padding}"

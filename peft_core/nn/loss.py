@@ -23,6 +23,18 @@ class CrossEntropyLoss(Module):
         return functional.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction=self.reduction)
 
 
+class NLLLoss(Module):
+    """The negative log-likelihood of class ids under log-probabilities; see functional.nll_loss."""
+
+    def __init__(self, weight: Any = None, ignore_index: int = -100, reduction: str = "mean") -> None:
+        functional.expect_plain_classes(weight, 0.0)
+        self.ignore_index, self.reduction = ignore_index, reduction
+
+    def forward(self, log_p: Tensor, targets: Any) -> Tensor:
+        """log_p (N, C, ...), targets (N, ...) -> a scalar, or (N, ...) for reduction "none"."""
+        return functional.nll_loss(log_p, targets, ignore_index=self.ignore_index, reduction=self.reduction)
+
+
 class MSELoss(Module):
     """The mean, sum or array of squared differences."""
 

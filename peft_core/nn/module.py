@@ -8,7 +8,7 @@
 
 A Module's parameters are its Parameter attributes, its children its Module attributes; lists, tuples and dicts of
 them are looked into. A plain Tensor attribute is neither: ``register_buffer`` names those that belong to the model.
-There is no metaclass and no hook: what ``vars(module)`` shows is what there is.
+There is no metaclass and no registration: what ``vars(module)`` shows is what there is.
 """
 
 from __future__ import annotations
@@ -60,6 +60,15 @@ class Module:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        plain = isinstance(value, Tensor) and not isinstance(value, Parameter)
+        if plain and isinstance(vars(self).get(name), Parameter):
+            raise TypeError(
+                f"{type(self).__name__}.{name} is a Parameter and was set to a plain Tensor, which is neither trained "
+                "nor saved; expected a Parameter. Write Parameter(tensor), or .copy_(tensor) under no_grad()."
+            )
+        object.__setattr__(self, name, value)
 
     # ------------------------------------------------------------------ what it contains
 

@@ -19,6 +19,11 @@ def _width(dim: Any) -> int:
     return sizes[0]
 
 
+def _expect_affine(name: str, elementwise_affine: bool) -> None:
+    if not elementwise_affine:
+        unsupported(f"{name}(elementwise_affine=False)", "expected a weight; it starts at one and can be frozen")
+
+
 class RMSNorm(Module):
     """y = x / sqrt(mean(x^2) + eps) * weight.   x (..., D), weight (D,), starting at one.
 
@@ -27,7 +32,16 @@ class RMSNorm(Module):
 
     weight: Parameter
 
-    def __init__(self, dim: Any, eps: float = 1e-6, dtype: Any = "float32", device: Any = None) -> None:
+    def __init__(
+        self,
+        dim: Any,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        *,
+        dtype: Any = "float32",
+        device: Any = None,
+    ) -> None:
+        _expect_affine("RMSNorm", elementwise_affine)
         self.eps = eps
         self.weight = Parameter(creation.empty(_width(dim), dtype=dtype, device=device))  # (D,)
         init.ones_(self.weight)
@@ -50,8 +64,16 @@ class LayerNorm(Module):
     bias: Parameter | None
 
     def __init__(
-        self, dim: Any, eps: float = 1e-5, bias: bool = True, dtype: Any = "float32", device: Any = None
+        self,
+        dim: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        dtype: Any = "float32",
+        device: Any = None,
     ) -> None:
+        _expect_affine("LayerNorm", elementwise_affine)
         self.eps = eps
         self.weight = Parameter(creation.empty(_width(dim), dtype=dtype, device=device))  # (D,)
         init.ones_(self.weight)

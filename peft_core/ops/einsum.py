@@ -54,7 +54,7 @@ def _factors(arrays: Sequence, labels: list[str], sizes: dict[str, int], dtype: 
 
 
 def _gradient(others: list, labels: list[str], out: str, given: tuple, sizes: dict[str, int], dtype: Any) -> Callable:
-    """gy, contracted with the ``others``, spread over what the operand ``given`` (shape, dtype, labels) alone summed."""
+    """gy, contracted with the ``others``, spread over what ``given`` (shape, dtype, labels) alone summed."""
     shape, x_dtype, names = given
     mine = "".join(dict.fromkeys(c for c, n in zip(names, shape, strict=True) if n == sizes[c]))
 

@@ -11,7 +11,9 @@ def direct(x, w, bias=None, *, stride=(1, 1), padding=((0, 0), (0, 0)), dilation
     """The sum over taps, one output pixel at a time."""
     x = np.pad(x, ((0, 0), (0, 0), *padding))
     per_in, per_out = w.shape[1], w.shape[0] // groups
-    size = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[2:], w.shape[2:], stride, dilation, strict=True)]
+    size = [
+        (n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[2:], w.shape[2:], stride, dilation, strict=True)
+    ]
     y = np.zeros((len(x), len(w), *size))
     for n, o, p, q in np.ndindex(*y.shape):
         first = o // per_out * per_in
@@ -79,7 +81,10 @@ def test_the_first_of_equal_maxima_takes_the_gradient() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda x: ops.conv2d(x, np.ones((2, 4, 1, 1))), r"conv2d of x \(1, 3, 4, 4\) and w \(2, 4, 1, 1\) with groups=1"),
+        (
+            lambda x: ops.conv2d(x, np.ones((2, 4, 1, 1))),
+            r"conv2d of x \(1, 3, 4, 4\) and w \(2, 4, 1, 1\) with groups=1",
+        ),
         (lambda x: ops.conv2d(x, np.ones((2, 3, 5, 1))), r"has output \(0, 4\); expected at least 1 x 1"),
         (lambda x: ops.conv2d(x, np.ones((2, 3, 1, 1)), padding="full"), "padding='full'; expected numbers"),
         (lambda x: ops.conv2d(x, np.ones((2, 3, 1, 1)), stride=2, padding="same"), r"'same' and stride \(2, 2\)"),
