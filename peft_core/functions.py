@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import ops
+from .methods import matched
 from .tensor import Tensor
 from .unsupported import unsupported
 
@@ -78,7 +79,7 @@ def _binary(name: str) -> Callable:
     source = getattr(ops, name)
 
     def plain(x: Any, y: Any) -> Tensor:
-        return source(x, y)
+        return source(*matched(x, y))
 
     plain.__name__ = plain.__qualname__ = name
     plain.__doc__ = source.__doc__
@@ -94,12 +95,14 @@ bitwise_and, bitwise_or, bitwise_xor = map(_binary, ("bitwise_and", "bitwise_or"
 @both
 def add(x: Any, y: Any, alpha: float = 1) -> Tensor:
     """x + alpha y."""
+    x, y = matched(x, y)
     return ops.add(x, y if alpha == 1 else ops.mul(y, alpha))
 
 
 @both
 def sub(x: Any, y: Any, alpha: float = 1) -> Tensor:
     """x - alpha y."""
+    x, y = matched(x, y)
     return ops.sub(x, y if alpha == 1 else ops.mul(y, alpha))
 
 
@@ -107,7 +110,7 @@ def sub(x: Any, y: Any, alpha: float = 1) -> Tensor:
 def pow(x: Any, exponent: Any) -> Tensor:
     """x ** exponent, for numbers and Tensors."""
     number = not isinstance(exponent, Tensor)
-    return ops.pow(x, exponent=exponent) if number and isinstance(x, Tensor) else ops.power(x, exponent)
+    return ops.pow(x, exponent=exponent) if number and isinstance(x, Tensor) else ops.power(*matched(x, exponent))
 
 
 @both

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import random
 from .backend import Device, address, to_device, xp_of
-from .dtypes import as_dtype, dtype_name
+from .dtypes import as_dtype, dtype_name, is_float
 from .errors import GraphError
 
 if TYPE_CHECKING:
@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 def plain(value: Any) -> Any:
     """The array of a Tensor, anything else as it is."""
     return getattr(value, "data", value) if isinstance(value, Methods) else value
+
+
+def matched(a: Any, b: Any) -> tuple[Any, Any]:
+    """a and b with torch's rule for Tensors without dimensions: where the other one has some and is of the same kind
+    (floats, integers), they take its dtype.  The ops themselves know no such rule: an array keeps its dtype there."""
+    if not (isinstance(a, Methods) and isinstance(b, Methods)) or bool(a.data.ndim) == bool(b.data.ndim):
+        return a, b
+    full, scalar = (a, b) if a.data.ndim else (b, a)
+    if scalar.data.dtype == full.data.dtype or _kind(scalar.data.dtype) > _kind(full.data.dtype):
+        return a, b
+    scalar = scalar._as(full.data.dtype)
+    return (full, scalar) if a is full else (scalar, full)
+
+
+def _kind(dtype: Any) -> int:
+    return 2 if is_float(dtype) else int(dtype.kind != "b")
 
 
 def _is_device(target: Any) -> bool:

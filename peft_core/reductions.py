@@ -9,6 +9,7 @@ import numpy as np
 from . import ops
 from .dtypes import as_dtype
 from .functions import _spelled, both
+from .methods import matched
 from .tensor import Tensor
 from .unsupported import unsupported
 
@@ -190,12 +191,12 @@ def where(condition: Any, x: Any = None, y: Any = None) -> Any:
     """x where ``condition`` holds, else y; without the two, ``nonzero(condition, as_tuple=True)``."""
     if x is None and y is None:
         return nonzero(condition, as_tuple=True)
-    return ops.where(condition, x, y)
+    return ops.where(condition, *matched(x, y))
 
 
 def _where(x: Tensor, condition: Any, y: Any) -> Tensor:
     """x where ``condition`` holds, else y."""
-    return ops.where(condition, x, y)
+    return ops.where(condition, *matched(x, y))
 
 
 Tensor.where = _where  # type: ignore[attr-defined]  # the method takes x first, the function the condition

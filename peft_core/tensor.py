@@ -11,7 +11,7 @@ import numpy as np
 from .backend import Device, device_of, to_numpy, xp_of
 from .dtypes import dtype_name, is_float
 from .errors import GraphError
-from .methods import Methods, plain
+from .methods import Methods, matched, plain
 from .unsupported import missing, unsupported
 
 if TYPE_CHECKING:
@@ -260,29 +260,29 @@ class Tensor(Methods):
     # ------------------------------------------------------------------ arithmetic
 
     def __add__(self, other: Any) -> Tensor:
-        return ops.add(self, other)
+        return ops.add(*matched(self, other))
 
     __radd__ = __add__
 
     def __mul__(self, other: Any) -> Tensor:
-        return ops.mul(self, other)
+        return ops.mul(*matched(self, other))
 
     __rmul__ = __mul__
 
     def __sub__(self, other: Any) -> Tensor:
-        return ops.sub(self, other)
+        return ops.sub(*matched(self, other))
 
     def __rsub__(self, other: Any) -> Tensor:
-        return ops.sub(other, self)
+        return ops.sub(*matched(other, self))
 
     def __truediv__(self, other: Any) -> Tensor:
-        return ops.div(self, other)
+        return ops.div(*matched(self, other))
 
     def __rtruediv__(self, other: Any) -> Tensor:
-        return ops.div(other, self)
+        return ops.div(*matched(other, self))
 
     def __pow__(self, exponent: Any) -> Tensor:
-        return ops.power(self, exponent) if isinstance(exponent, Tensor) else ops.pow(self, exponent=exponent)
+        return ops.power(*matched(self, exponent)) if isinstance(exponent, Tensor) else ops.pow(self, exponent=exponent)
 
     def __neg__(self) -> Tensor:
         return ops.neg(self)
@@ -320,16 +320,16 @@ class Tensor(Methods):
         return ops.power(base, self)
 
     def __floordiv__(self, other: Any) -> Tensor:
-        return ops.floor_divide(self, other)
+        return ops.floor_divide(*matched(self, other))
 
     def __rfloordiv__(self, other: Any) -> Tensor:
-        return ops.floor_divide(other, self)
+        return ops.floor_divide(*matched(other, self))
 
     def __rmod__(self, other: Any) -> Tensor:
-        return ops.remainder(other, self)
+        return ops.remainder(*matched(other, self))
 
     def __mod__(self, other: Any) -> Tensor:
-        return ops.remainder(self, other)
+        return ops.remainder(*matched(self, other))
 
     def __abs__(self) -> Tensor:
         return ops.abs(self)

@@ -12,21 +12,17 @@ from ..dtypes import accumulate_dtype, float32, is_float, promote
 
 
 def is_scalar(x: Any) -> bool:
-    """True for Python and NumPy scalars, which take the dtype of the array they meet."""
+    """True for Python and NumPy scalars, which take the dtype of the array they meet (a 0-d array keeps its own)."""
     return isinstance(x, int | float | bool | np.generic)
 
 
 def operands(*values: Any, floating: bool = False) -> tuple[Any, np.dtype, list[Array]]:
     """(xp, dtype of the result, values as arrays).  Scalars take the arrays' dtype: NumPy would let a float64 scalar
-    turn float32 arrays into float64.  ``floating`` (or a float scalar) makes integers float32.  Arrays without
-    dimensions count as in torch: only where they are of a higher kind (bool, integer, float) than the others."""
+    turn float32 arrays into float64.  ``floating`` (or a float scalar) makes integers float32."""
     xp = xp_of(*values)
-    arrays = [v for v in values if not is_scalar(v)]
-    if arrays:
-        dtype = promote(*(v.dtype for v in arrays))
-        full = [v.dtype for v in arrays if v.ndim]
-        if full and len(full) < len(arrays) and _kind(promote(*full)) == _kind(dtype):
-            dtype = promote(*full)
+    dtypes = [v.dtype for v in values if not is_scalar(v)]
+    if dtypes:
+        dtype = promote(*dtypes)
         if any(isinstance(v, float | np.floating) for v in values if is_scalar(v)) and not is_float(dtype):
             dtype = float32
     else:
@@ -34,10 +30,6 @@ def operands(*values: Any, floating: bool = False) -> tuple[Any, np.dtype, list[
     if floating and not is_float(dtype):
         dtype = float32
     return xp, dtype, [xp.asarray(v, dtype=dtype) if is_scalar(v) else v for v in values]
-
-
-def _kind(dtype: np.dtype) -> int:
-    return 2 if is_float(dtype) else int(dtype.kind != "b")
 
 
 def widen(x: Array, dtype: Any = None) -> Array:

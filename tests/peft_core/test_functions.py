@@ -8,6 +8,7 @@ import pytest
 
 import peft_core as pc
 from peft_core import Tensor, UnsupportedError
+from peft_core.dtypes import as_dtype
 
 X = np.random.default_rng(0).standard_normal((3, 4))
 Y = np.random.default_rng(1).standard_normal((3, 4))
@@ -105,9 +106,7 @@ def test_what_is_no_number_of_the_result() -> None:
     assert pc.allclose(Tensor(X), Tensor(X + 1e-9)) and not Tensor(X).allclose(Tensor(X + 1e-3))
     assert pc.equal(Tensor(X), Tensor(X.copy())) and not pc.equal(Tensor(X), Tensor(X[:2]))
     assert pc.allclose(Tensor(np.array([math.inf])), Tensor(np.array([math.inf])))
-    with pytest.raises(
-        UnsupportedError, match=r"exp\(out=...\) is not supported: no function writes into its arguments"
-    ):
+    with pytest.raises(UnsupportedError, match=r"exp\(out=...\) is not supported: no function writes"):
         pc.exp(Tensor(X), out=Tensor(X))
 
 
@@ -186,5 +185,35 @@ def test_choice() -> None:
     index = np.array([[0, 1], [2, 3], [1, 1]])
     close(x.gather(1, Tensor(index)), np.take_along_axis(X, index, 1))
     close(pc.index_select(x, 1, Tensor(index[:, 0])), X[:, index[:, 0]])
-    with pytest.raises(TypeError, match="masked_fill got a mask of dtype int64; expected bool. Compare first"):
+    with pytest.raises(TypeError, match=r"mask of dtype int64; expected bool. Compare first"):
         x.masked_fill(Tensor(index), 0)
+
+
+@pytest.mark.parametrize(
+    ("array", "scalar", "wanted"),
+    [
+        ("float16", "float32", "float16"),
+        ("bfloat16", "float64", "bfloat16"),
+        ("float32", "float64", "float32"),
+        ("float16", "int64", "float16"),
+        ("int64", "float32", "float32"),
+        ("int64", "float64", "float64"),
+        ("int32", "int64", "int32"),
+        ("bool", "int64", "int64"),
+        ("int64", "bool", "int64"),
+    ],
+)
+def test_an_array_without_dimensions_counts_only_where_its_kind_is_higher(array: str, scalar: str, wanted: str) -> None:
+    x, s = (Tensor(np.ones(shape).astype(as_dtype(name))) for shape, name in (((2,), array), ((), scalar)))
+    mask = Tensor(np.array(True))
+    for y in (x + s, s * x, x - s, pc.mul(x, s), s.add(x), x.pow(s), pc.where(mask, x, s), pc.maximum(x, s)):
+        assert str(y.dtype) == wanted
+    assert (s * s).dtype == s.dtype and (x == s).tolist() == [True, True]
+
+
+def test_the_gradient_of_an_array_without_dimensions_has_its_dtype() -> None:
+    x, s = Tensor(np.full(3, 2, np.float16), True), Tensor(np.array(0.5, np.float32), True)
+    y = x * s
+    y.backward(np.ones(3, np.float16))
+    assert x.grad is not None and s.grad is not None
+    assert str(x.grad.dtype) == "float16" and str(s.grad.dtype) == "float32" and s.grad.item() == 6

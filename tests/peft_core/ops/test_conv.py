@@ -71,6 +71,12 @@ def test_case(check: Any, case: Case, dtype: str) -> None:
     check(case, dtype)
 
 
+def test_the_output_is_contiguous_as_a_view_wants_it() -> None:
+    x, w = np.ones((2, 3, 5, 5)), np.ones((4, 3, 2, 2))
+    assert ops.conv2d(x, w).is_contiguous() and ops.conv2d(x, w, np.ones(4)).is_contiguous()
+    assert ops.max_pool2d(x, kernel=2).is_contiguous()
+
+
 def test_the_first_of_equal_maxima_takes_the_gradient() -> None:
     x = Tensor(np.ones((1, 1, 2, 2)), True)
     ops.max_pool2d(x, kernel=2).backward(np.ones((1, 1, 1, 1)))

@@ -62,3 +62,23 @@ def test_places_and_quantifiers(dtype: str) -> None:
 def test_a_nan_is_the_largest_and_the_smallest() -> None:
     x = np.array([1.0, np.nan, 9.0])
     assert ops.argmax(x).item() == ops.argmin(x).item() == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_order_is_stable_both_ways(dtype: str) -> None:
+    x = ops.astype(np.array([[2, 1, 2, 0], [5, 5, 5, 5]]), dtype=dtype)
+    assert ops.argsort(x).tolist() == [[3, 1, 0, 2], [0, 1, 2, 3]]
+    assert ops.argsort(x, descending=True).tolist() == [[0, 2, 1, 3], [0, 1, 2, 3]]
+    assert ops.argsort(x, axis=0, descending=True).tolist() == [[1, 1, 1, 1], [0, 0, 0, 0]]
+    assert ops.argsort(x).dtype == np.int64
+
+
+def test_a_nan_is_the_largest_in_order() -> None:
+    x = np.array([1.0, np.nan, 9.0])
+    assert ops.argsort(x).tolist() == [0, 2, 1] and ops.argsort(x, descending=True).tolist() == [1, 2, 0]
+
+
+def test_places_of_what_is_not_zero() -> None:
+    found = ops.nonzero(np.array([[0.0, np.nan], [-1.0, 0.0]]))
+    assert found.tolist() == [[0, 1], [1, 0]] and found.dtype == np.int64
+    assert ops.nonzero(np.zeros(3)).shape == (0, 1)
