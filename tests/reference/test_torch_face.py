@@ -201,34 +201,141 @@ found = {
     "norm": x.norm(dim=-1), "exp": x.exp(), "log": w.log() * x, "pow": x ** 3, "powers": w ** x, "rope": angles.cos(),
     "sqrt": torch.sqrt(x * x + 1), "clamp": x.clamp(min=-0.5, max=0.5), "where": torch.where(x > 0, x, w),
     "tril": torch.tril(x, diagonal=1), "triu": x.triu(), "cumsum": x.cumsum(dim=1), "abs": x.abs(),
-    "gather": x[:, :, 0].gather(1, ids), "index": x[:, [0, 2, 2]], "mask": x[x > 0], "select": x.index_select(2, ids[2]),
-    "stack": torch.stack([x, w], dim=1), "cat": torch.cat((x, w), dim=-1), "split": torch.split(x, 2, dim=2)[2],
-    "chunk": x.chunk(2, dim=1)[1], "unbind": x.unbind(1)[3], "permute": x.permute(2, 0, 1), "flatten": x.flatten(1),
-    "expand": x[:, :1].expand(-1, 4, 5), "repeat": x.repeat(2, 1, 1), "interleave": x.repeat_interleave(3, dim=1),
-    "squeeze": x[:1].squeeze(0), "unsqueeze": x.unsqueeze(-1), "t": x[0].t(), "mT": x.mT, "unflatten": x.unflatten(1, (2, 2)),
-    "bmm": torch.bmm(x, w.transpose(1, 2)), "matmul": torch.matmul(x, w[0].T), "einsum": torch.einsum("bij,bkj,i->ik", x, w, w[0, :, 0]),
-    "softmax": torch.softmax(x, 1), "log_softmax": x.log_softmax(-1), "logsumexp": x.logsumexp(dim=1), "std_all": x.std(),
-    "mod": x % 0.7, "round": torch.round(x), "neg": -x, "rsub": 1 - x, "rdiv": 1 / w * x, "relu": F.relu(x),
-    "sigmoid": torch.sigmoid(x), "tanh": x.tanh(), "gelu": F.gelu(x, approximate="tanh"), "masked": x.masked_fill(w > 1, 0.0),
-    "norm_last": F.layer_norm(x, (5,)), "mse": F.mse_loss(x, w, reduction="sum"), "linear": F.linear(x, w[0]),
+    "gather": x[:, :, 0].gather(1, ids), "index": x[:, [0, 2, 2]], "mask": x[x > 0],
+    "select": x.index_select(2, ids[2]), "stack": torch.stack([x, w], dim=1), "cat": torch.cat((x, w), dim=-1),
+    "split": torch.split(x, 2, dim=2)[2], "chunk": x.chunk(2, dim=1)[1], "unbind": x.unbind(1)[3],
+    "permute": x.permute(2, 0, 1), "flatten": x.flatten(1), "expand": x[:, :1].expand(-1, 4, 5),
+    "repeat": x.repeat(2, 1, 1), "interleave": x.repeat_interleave(3, dim=1), "squeeze": x[:1].squeeze(0),
+    "unsqueeze": x.unsqueeze(-1), "t": x[0].t(), "mT": x.mT, "unflatten": x.unflatten(1, (2, 2)),
+    "bmm": torch.bmm(x, w.transpose(1, 2)), "matmul": torch.matmul(x, w[0].T),
+    "einsum": torch.einsum("bij,bkj,i->ik", x, w, w[0, :, 0]), "softmax": torch.softmax(x, 1),
+    "log_softmax": x.log_softmax(-1), "logsumexp": x.logsumexp(dim=1), "std_all": x.std(), "mod": x % 0.7,
+    "round": torch.round(x), "neg": -x, "rsub": 1 - x, "rdiv": 1 / w * x, "relu": F.relu(x),
+    "sigmoid": torch.sigmoid(x), "tanh": x.tanh(), "gelu": F.gelu(x, approximate="tanh"),
+    "masked": x.masked_fill(w > 1, 0.0), "norm_last": F.layer_norm(x, (5,)), "mse": F.mse_loss(x, w, reduction="sum"),
+    "linear": F.linear(x, w[0]),
     "conv": F.conv2d(x[None], w[:, :3, None, :2].transpose(1, 2)[:, :1].expand(-1, 3, -1, -1), padding=1, dilation=2),
-    "pool": F.max_pool2d(x[None], 3, stride=1, padding=1), "add": torch.add(x, w, alpha=2), "log1p": torch.log1p(w) * x,
-    "dense": F.cross_entropy(x, ids[:, :1].expand(3, 5), ignore_index=3),
+    "pool": F.max_pool2d(x[None], 3, stride=1, padding=1), "add": torch.add(x, w, alpha=2),
+    "log1p": torch.log1p(w) * x, "dense": F.cross_entropy(x, ids[:, :1].expand(3, 5), ignore_index=3),
 }
 scalars = [v.float().mean() for v in found.values() if v.requires_grad]
 total = torch.stack(scalars).sum()
 total.backward()
 plain = {
-    "argmax": x.argmax(dim=1), "argmax_all": x.argmax(), "any": (x > 2).any(dim=0), "every": torch.all(x < 9), "not": ~(x > 0),
-    "and": (x > 0) & (w > 1), "or": torch.logical_or(x > 0, w > 1), "ones": torch.ones(2, 3), "eye": torch.eye(3), "full": torch.full((2, 2), 7),
-    "halves": torch.full((2,), 0.5), "range": torch.arange(1, 10, 3), "floats": torch.arange(0.0, 1.0, 0.25), "line": torch.linspace(0, 1, 5),
-    "like": torch.zeros_like(ids), "ones_like": torch.ones_like(x), "one_hot": F.one_hot(ids, num_classes=4), "new": x.new_zeros(2, 3),
-    "long": x.long(), "int": torch.tensor([1, 2]), "bool": torch.tensor([True, False]), "sum": (x > 0).sum(), "half": w.half(), "floor": w // 0.4,
-    "equal": torch.tensor([torch.equal(x, x), torch.allclose(x, w)]), "count": torch.tensor(x.numel()), "list": torch.tensor(x.tolist()),
-    "scalar": torch.tensor(3.5), "div": torch.tensor([3, 4]) / 2, "stride": torch.tensor(x.stride()), "shape": torch.tensor(tuple(x.size())),
+    "argmax": x.argmax(dim=1), "argmax_all": x.argmax(), "any": (x > 2).any(dim=0), "every": torch.all(x < 9),
+    "not": ~(x > 0), "and": (x > 0) & (w > 1), "or": torch.logical_or(x > 0, w > 1), "ones": torch.ones(2, 3),
+    "eye": torch.eye(3), "full": torch.full((2, 2), 7), "halves": torch.full((2,), 0.5),
+    "range": torch.arange(1, 10, 3), "floats": torch.arange(0.0, 1.0, 0.25), "line": torch.linspace(0, 1, 5),
+    "like": torch.zeros_like(ids), "ones_like": torch.ones_like(x), "one_hot": F.one_hot(ids, num_classes=4),
+    "new": x.new_zeros(2, 3), "long": x.long(), "int": torch.tensor([1, 2]), "bool": torch.tensor([True, False]),
+    "sum": (x > 0).sum(), "half": w.half(), "floor": w // 0.4,
+    "equal": torch.tensor([torch.equal(x, x), torch.allclose(x, w)]), "count": torch.tensor(x.numel()),
+    "list": torch.tensor(x.tolist()), "scalar": torch.tensor(3.5), "div": torch.tensor([3, 4]) / 2,
+    "stride": torch.tensor(x.stride()), "shape": torch.tensor(tuple(x.size())),
 }
-result = {**found, **{"p_" + k: v for k, v in plain.items()}, "gx": x.grad, "text": torch.tensor(len(f"{total:.3f}"))}
+text = torch.tensor(len(f"{total:.3f}"))
+result = {**found, **{"p_" + k: v for k, v in plain.items()}, "gx": x.grad, "text": text}
 """
+
+ORDER_AND_KINDS = """
+x = torch.tensor(draw(3, 4, 6), requires_grad=True)
+values, indices = torch.topk(x, k=2, dim=-1)
+ordered = x.sort(dim=0, descending=True)
+smallest = x.topk(3, dim=0, largest=False)
+(values.sum() * 2 + (ordered.values[0] * ordered.values[1]).sum() + smallest.values.sum()).backward()
+scale, count, half = torch.tensor(0.5), torch.tensor(3), x.detach().half()
+where = torch.where(x > 1)
+assert not (x == None) and x != None and x is not None
+x2 = x.detach()
+x2.requires_grad_(True)
+result = {
+    "values": values, "indices": indices, "ordered": ordered.values, "places": ordered.indices, "gx": x.grad,
+    "small": smallest.indices, "argsort": x.argsort(dim=1), "half_scaled": half * scale, "scaled_half": scale * half,
+    "half_counted": half / count, "power": half ** torch.tensor(2.0), "sum": half.sum() * scale,
+    "counted": count * scale, "long": torch.arange(3) * scale,
+    "longer": torch.arange(3) + count, "bool": (x > 0) * count, "rows": where[0],
+    "columns": where[1], "nonzero": (x > 1).nonzero(), "two": 2 ** x, "exp": x.exp(), "tensor_power": x.abs() ** x,
+    "floordiv": 7 // count, "mod": 7 % count, "flip": x.flip(0), "view": x.mT.contiguous().view(3, 8), "mv": x.mv(x[0]),
+    "size": torch.tensor(x.size()), "select": torch.where(x > 0, half, scale), "deterministic": torch.multinomial(
+        torch.tensor([[0.0, 3.0, 0.0], [1.0, 0.0, 0.0]]), num_samples=1),
+}
+"""
+
+EMBEDDING = """
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(7, 6, padding_idx=2)
+        self.places = nn.Embedding(num_embeddings=5, embedding_dim=6)
+        self.norm = nn.LayerNorm([6], eps=1e-6)
+        self.register_buffer("steps", torch.arange(5))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places(self.steps[:ids.shape[1]])
+        return self.head(self.norm(x))
+
+first = load(Words())
+model = Words()
+print(model.load_state_dict(first.state_dict()))
+ids = torch.tensor([[1, 2, 6, 0], [2, 2, 3, 5]])
+logits = model(ids)
+loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].reshape(-1), ignore_index=2, reduction="sum")
+loss.backward()
+assert set(model.state_dict()) == {"words.weight", "places.weight", "norm.weight", "norm.bias", "steps", "head.weight"}
+assert len(list(model.parameters())) == 4 and not model.train(False).training and model.train().head.training
+result = {"logits": logits, "loss": loss, **gradients(model), **dict(model.named_buffers())}
+"""
+
+MNIST = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 4, 5)
+        self.conv2 = nn.Conv2d(4, 8, kernel_size=3, bias=False)
+        self.drop = nn.Dropout(0.25)
+        self.fc1, self.fc2 = nn.Linear(8 * 4 * 4, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = self.conv2(x).relu()
+        x = x.view(-1, 8 * 4 * 4)
+        return F.log_softmax(self.fc2(self.drop(F.relu(self.fc1(x)))), dim=1)
+
+model = load(Net())
+model.eval()
+x, y = torch.tensor(draw(8, 3, 1, 16, 16)), torch.tensor([3, 1, 9])
+conv = model.conv2(model.conv1(x))
+out = model(x[:, :, :16, :16])
+loss = F.nll_loss(out, y)
+loss.backward()
+pred = out.argmax(dim=1, keepdim=True)
+correct = pred.eq(y.view_as(pred)).sum().item()
+result = {"out": out, "loss": loss, "pred": pred, "correct": torch.tensor(correct), "conv": conv, **gradients(model),
+          "one": model.conv1(x[0]), "flat": conv.view(3, -1)}
+"""
+
+ACCUMULATION = """
+model = load(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+batches = [(torch.tensor(draw(i, 4, 6)), torch.tensor(np.arange(4) % 3)) for i in range(12)]
+steps, running, history = 4, 0.0, []
+optimizer.zero_grad()
+for i, (x, y) in enumerate(batches):
+    loss = F.cross_entropy(model(x), y) / steps
+    loss.backward()
+    running += loss.item()
+    if (i + 1) % steps == 0:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(running)
+        running = 0.0
+assert all(p.grad is None for p in model.parameters())
+result = {"history": torch.tensor(history), "norm": torch.tensor(float(norm)), **model.state_dict()}
+"""
+
 
 SOURCES = {name.lower(): source for name, source in list(globals().items()) if name.isupper() and name != "PRELUDE"}
 

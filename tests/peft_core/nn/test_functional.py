@@ -104,20 +104,20 @@ LABELS = Tensor(TARGETS)
 @pytest.mark.parametrize(
     ("use", "error", "text"),
     [
-        (lambda x: F.cross_entropy(x, LABELS, weight=ones(4)), UnsupportedError, "cross_entropy with weight or label_smooth"),
+        (lambda x: F.cross_entropy(x, LABELS, weight=ones(4)), UnsupportedError, "weight or label_smoothing is not"),
         (lambda x: nn.CrossEntropyLoss(label_smoothing=0.1), UnsupportedError, "label_smoothing is not supported"),
-        (lambda x: F.cross_entropy(x, x), UnsupportedError, "cross_entropy with targets of dtype float64 is not supported"),
+        (lambda x: F.cross_entropy(x, x), UnsupportedError, "with targets of dtype float64 is not"),
         (lambda x: F.nll_loss(x, x), UnsupportedError, "nll_loss with targets of dtype float64 is not supported"),
-        (lambda x: F.nll_loss(x, LABELS, reduction="all"), ValueError, "nll_loss with reduction='all'; expected 'mean'"),
+        (lambda x: F.nll_loss(x, LABELS, reduction="all"), ValueError, "nll_loss with reduction='all'"),
         (lambda x: F.mse_loss(x, x[:2]), ValueError, r"mse_loss of \(5, 4\) and \(2, 4\); expected one shape"),
         (lambda x: F.mse_loss(x, x, reduction="all"), ValueError, "mse_loss with reduction='all'"),
         (lambda x: F.layer_norm(x, (5, 4)), UnsupportedError, "layer_norm over 2 dimensions is not supported"),
-        (lambda x: F.layer_norm(x, 5), ValueError, r"layer_norm of x \(5, 4\) with normalized_shape \(5,\); expected the size"),
+        (lambda x: F.layer_norm(x, 5), ValueError, r"of x \(5, 4\) with normalized_shape \(5,\)"),
         (lambda x: nn.LayerNorm((5, 4)), UnsupportedError, "a norm over 2 dimensions is not supported"),
-        (lambda x: nn.LayerNorm(4, elementwise_affine=False), UnsupportedError, r"LayerNorm\(elementwise_affine=False\) is not"),
+        (lambda x: nn.LayerNorm(4, elementwise_affine=False), UnsupportedError, "LayerNorm.elementwise_affine=False"),
         (lambda x: nn.RMSNorm(4, elementwise_affine=False), UnsupportedError, "RMSNorm"),
         (lambda x: F.scaled_dot_product_attention(x, x, x, enable_gqa=True), UnsupportedError, "enable_gqa=True"),
-        (lambda x: nn.Embedding(3, 2, padding_idx=3), ValueError, "Embedding of 3 rows with padding_idx=3; expected one of"),
+        (lambda x: nn.Embedding(3, 2, padding_idx=3), ValueError, "of 3 rows with padding_idx=3; expected"),
     ],
 )  # fmt: skip
 def test_refusals(use: Any, error: Any, text: str) -> None:

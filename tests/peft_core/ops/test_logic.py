@@ -71,6 +71,10 @@ def test_order_is_stable_both_ways(dtype: str) -> None:
     assert ops.argsort(x, descending=True).tolist() == [[0, 2, 1, 3], [0, 1, 2, 3]]
     assert ops.argsort(x, axis=0, descending=True).tolist() == [[1, 1, 1, 1], [0, 0, 0, 0]]
     assert ops.argsort(x).dtype == np.int64
+    many = (np.arange(90) * 7 % 3).tolist()  # Python's sort is stable, NumPy's usual one is not beyond 16 elements
+    y = ops.astype(np.array(many), dtype=dtype)
+    assert ops.argsort(y).tolist() == sorted(range(90), key=lambda i: many[i])
+    assert ops.argsort(y, descending=True).tolist() == sorted(range(90), key=lambda i: -many[i])
 
 
 def test_a_nan_is_the_largest_in_order() -> None:
