@@ -118,6 +118,10 @@ class Checkpoint(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._where)
 
+    def file(self, name: str) -> Path:
+        """The file that a tensor stands in."""
+        return self._where[name].path
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header."""
         return self._where[name].shape(name)

@@ -70,6 +70,8 @@ class Tensor(Methods):
             )
         if flag and not is_float(self.dtype):
             raise ValueError(f"requires_grad on dtype {dtype_name(self.dtype)}; expected a floating dtype.")
+        if flag and not getattr(self.data.flags, "writeable", True):
+            self.data = self.data.copy()  # what trains is written to; what is read-only may be kept packed, by array
         self._requires_grad = bool(flag)
 
     def requires_grad_(self, flag: bool = True) -> Tensor:

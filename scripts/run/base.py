@@ -7,8 +7,8 @@ from typing import Any
 
 from adapters import LoraConfig
 from peft_core import dtypes
-from peft_core.backend import Device, as_device, to_device
-from peft_core.checkpoint import read_json
+from peft_core.backend import Device, all_finite, as_device, to_device
+from peft_core.checkpoint import Checkpoint, read_json
 from peft_core.errors import ConfigError
 from run.config import LoraSection, ModelSection
 from transformer.hub import resolve_directory
@@ -40,6 +40,12 @@ def stop_ids(directory: Path, tokenizer: Tokenizer) -> list[int]:
         value = read_json(directory / name, {}).get("eos_token_id")
         found += value if isinstance(value, list) else [value]
     return list(dict.fromkeys(int(i) for i in [*found, tokenizer.eos_token_id] if i is not None))
+
+
+def damaged_tensors(directory: Path) -> list[str]:
+    """The tensors of a model directory that hold NaN or infinity: "NAME of FILE"."""
+    checkpoint = Checkpoint(directory)
+    return [f"{name} of {checkpoint.file(name)}" for name in checkpoint if not all_finite(checkpoint[name])]
 
 
 def open_device(name: str) -> Device:

@@ -50,6 +50,9 @@ class LoraSection(Section):
     alpha_pattern: dict[str, float] = Field({}, description='a table from pattern to alpha, such as { "q_proj" = 16 }')
     use_rslora: bool = Field(False, description="true or false")
     init_lora_weights: bool | Literal["gaussian"] = Field(True, description='true, false or "gaussian"')
+    bias: Literal["none", "all", "lora_only"] = Field("none", description='"none", "all" or "lora_only"')
+    lora_bias: bool = Field(False, description="true or false")
+    modules_to_save: list[str] | None = Field(None, description='a list of module names such as ["lm_head"]')
 
 
 class DataSection(Section):

@@ -67,6 +67,17 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
+def override_names(overrides: Sequence[str]) -> set[str]:
+    """The settings that ``overrides`` give, under our names."""
+    keys = [parse_override(text)[0] for text in overrides]
+    return {full if _is_ours(full) else ALIASES.get(full.rsplit(".", 1)[-1], full) for full in keys}
+
+
+def _is_ours(full: str) -> bool:
+    section, _, key = full.partition(".")
+    return section in SECTIONS and key in SECTIONS[section].model_fields
+
+
 def to_toml(config: RunConfig) -> str:
     """The text of ``config.resolved.toml``: reading it gives an equal config."""
     lines = []
@@ -215,7 +226,9 @@ def _check_together(config: RunConfig, where: Where) -> None:
             f"{_at('data.val_size', where)}data.val_size is {size}; expected a share below 1, or whole rows."
         )
     if config.eval.early_stopping_patience and not (data.val_path or data.val_size):
+        why = "" if size is None else f" (data.val_size is {size})"
         raise ConfigError(
-            f"{_at('eval.early_stopping_patience', where)}eval.early_stopping_patience is set without validation rows; "
-            "expected data.val_path or data.val_size. Set one, such as data.val_size=0.05."
+            f"{_at('eval.early_stopping_patience', where)}eval.early_stopping_patience is set without validation rows"
+            f"{why}; expected data.val_path or {'a larger ' if why else ''}data.val_size. "
+            "Set one, such as data.val_size=0.05, or remove eval.early_stopping_patience."
         )

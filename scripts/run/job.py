@@ -11,10 +11,12 @@ from typing import Any
 
 from adapters import inject_adapter, save_adapter
 from peft_core import random
-from peft_core.backend import peak_rss_bytes
+from peft_core.backend import peak_rss_bytes, rss_bytes
 from peft_core.checkpoint import checkpoint_files
-from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError
+from peft_core.dtypes import as_dtype
+from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError, some
 from peft_core.files import atomic_dir, atomic_write
+from peft_core.kernels import tiles_supported
 from peft_core.optim import AdamW, schedule
 from peft_core.train import EvalResult, TrainState, evaluate, fit
 from peft_core.training_state import load_training_state
@@ -42,6 +44,7 @@ class Job:
         self.started = datetime.now().isoformat(timespec="seconds")
         self.checkpoint: Path | None = None
         self.overwrite = False
+        self.state = TrainState()
 
     # ------------------------------------------------------------------ output_dir
 
@@ -87,6 +90,7 @@ class Job:
 
     def load_base(self) -> None:
         """The frozen model."""
+        self.process_bytes = rss_bytes()
         model = self.config.model
         self.model = from_pretrained(self.base_dir, dtype=model.dtype, device=self.device)
         self.recompute = self.config.train.gradient_checkpointing is True  # "auto" is off
@@ -109,12 +113,25 @@ class Job:
 
     def plan_memory(self) -> None:
         """The memory estimate, and the report on the screen."""
-        item = 4 if self.precision is None else 2
-        self.memory = preflight.estimate_memory(
-            self.model_config, self.weights, self.injected.trainable, self.plan.longest_micro, self.recompute, item
-        )
+        self.memory = self._memory(self.recompute)
         preflight.add_memory(self.report, self.memory)
         print("\n".join(self.report.lines), flush=True)
+
+    def _memory(self, recompute: bool) -> preflight.Memory:
+        stored, half = self.config.model.dtype, self.precision is not None
+        work = preflight.Work(
+            self.injected.trainable,
+            self.plan.longest_micro,
+            max([self.config.lora.r, *self.config.lora.rank_pattern.values()]),
+            max((batch.n_tokens for batch in self.rows.val_batches()), default=0),
+            recompute,
+            half,
+            half and tiles_supported() and self.weights.dtypes == ["bfloat16"] and stored in ("auto", "bfloat16"),
+            self.config.lora.lora_dropout > 0,
+            None if stored == "auto" else as_dtype(stored).itemsize,
+            self.process_bytes,
+        )
+        return preflight.estimate_memory(self.model_config, self.weights, work)
 
     # ------------------------------------------------------------------ training
 
@@ -154,7 +171,7 @@ class Job:
     def begin(self) -> None:
         """Open the run directory, put a checkpoint back, measure the base model."""
         config, plan = self.config, self.plan
-        state, extra = TrainState(), None
+        extra = None
         if self.checkpoint is None:
             self.run.open_new(self.overwrite)
             atomic_write(
@@ -162,7 +179,7 @@ class Job:
             )
             atomic_write(self.run.preflight, self.report.json())
         else:
-            state, extra = load_training_state(self.checkpoint, self.model, self.optimizer)
+            self.state, extra = load_training_state(self.checkpoint, self.model, self.optimizer)
         val = self.rows.val_batches()
         each = max(1, round(plan.steps_per_epoch))
         self.session = Session(
@@ -170,7 +187,7 @@ class Job:
             self.run,
             self.model,
             self.optimizer,
-            state,
+            self.state,
             len(plan.steps),
             plan.steps_per_epoch,
             every_eval=config.eval.eval_steps or each,
@@ -185,11 +202,18 @@ class Job:
         if extra is not None:
             self.session.restore(extra)
             print(
-                f"resume   {self.checkpoint}: step {state.step} of {len(plan.steps)}"
-                + (f", {state.micro} micro-batches into the next" if state.micro else "")
+                f"resume   {self.checkpoint}: step {self.state.step} of {len(plan.steps)}"
+                + (f", {self.state.micro} micro-batches into the next" if self.state.micro else "")
             )
         elif val:
-            self.session.run_evaluation(0)
+            try:
+                self.session.run_evaluation(0)
+            except DivergedError as error:
+                raise DivergedError(f"{error} {self._damaged_base()}") from error
+
+    def has_begun(self) -> bool:
+        """Whether there is anything of this run that can be continued or read."""
+        return self.state.step > 0 or bool(self.run.checkpoints())
 
     def train(self) -> None:
         """fit(), and what has to be said if it ends early."""
@@ -198,7 +222,8 @@ class Job:
         try:
             self._fit(self.plan.steps, session.state, on_step=session.on_step, should_stop=session.should_stop)
         except DivergedError as error:
-            raise DivergedError(f"{error} {self._rows_of_step()} {self._last_checkpoint()}") from error
+            there = self._last_checkpoint() if self.has_begun() else self._damaged_base()
+            raise DivergedError(f"{error} {self._rows_of_step()} {there}") from error
         except Exception as error:
             if (classify(error) or ("", 0))[0] != "out of memory":
                 raise
@@ -268,23 +293,24 @@ class Job:
             else "No checkpoint was written yet: the base model is step 0."
         )
 
+    def _damaged_base(self) -> str:
+        """Before the first step the weights are as they were read: where they are damaged, by file."""
+        found = base.damaged_tensors(self.base_dir)
+        if not found:
+            also = "" if self.precision is None else ", and try model.compute_dtype=float32"
+            return f"All weights of the base are finite: look at the rows{also}."
+        return f"NaN or infinity stands in {some(found)}: download it again. Nothing was written."
+
     def _rows_of_step(self) -> str:
         step = min(self.session.state.step, len(self.plan.steps) - 1)
-        rows = [self.rows.train.where(int(n)) for part in self.plan.steps.row_indices(step) for n in part]
-        return f"Rows of this step: {', '.join(rows[:4])}{f' and {len(rows) - 4} more' if len(rows) > 4 else ''}."
+        chosen = [self.rows.train.where(int(n)) for part in self.plan.steps.row_indices(step) for n in part]
+        return f"Rows of this step: {some(chosen)}."  # one row of the file can make several samples: named once
 
     def _out_of_memory(self, error: Exception) -> str:
         there, step = self.run.checkpoints(), self.session.state.step
         tries = []
         if not self.recompute:
-            less = preflight.estimate_memory(
-                self.model_config,
-                self.weights,
-                self.injected.trainable,
-                self.plan.longest_micro,
-                True,
-                4 if self.precision is None else 2,
-            )
+            less = self._memory(recompute=True)
             tries.append(
                 f"train.gradient_checkpointing=true (estimate {size(less.total)} instead of {size(self.memory.total)})"
             )

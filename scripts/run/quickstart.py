@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from run.config import RunConfig
-from run.config_file import Note, build_config
+from run.config_file import Note, build_config, override_names
 from run.rundir import next_numbered
 from run.tiny import tiny_rows, write_rows, write_tiny_model
 
@@ -16,15 +17,39 @@ quick start: a tiny Llama-shaped model with RANDOM weights learns a made-up task
 """
 
 
-def quickstart_config(overrides: list[str], note: Note, scratch: Path | None = None) -> RunConfig:
-    """Write base model and rows into a new runs/quickstart-N (or ``scratch``) and return the config that uses them."""
-    build_config(_tables(Path("runs")), overrides, lambda text: None)  # a wrong override leaves nothing behind
+def quickstart_config(
+    overrides: list[str],
+    note: Note,
+    scratch: Path | None = None,
+    on_made: Callable[[Path], object] = lambda folder: None,
+) -> RunConfig:
+    """Write base model and rows into a new runs/quickstart-N (or ``scratch``) and return the config that uses them.
+
+    ``on_made`` hears of a new folder before anything is in it.
+    """
+    build_config(_for(Path("runs"), overrides), overrides, lambda text: None)  # a wrong override leaves nothing behind
     folder = scratch if scratch is not None else next_numbered(Path("runs"), "quickstart")
+    on_made(folder)
     print(BANNER)
     write_tiny_model(folder / "base")
     write_rows(folder / "data" / "train.jsonl", tiny_rows(1000, seed=1))
     write_rows(folder / "data" / "val.jsonl", tiny_rows(60, seed=2))
-    return build_config(_tables(folder), overrides, note)
+    return build_config(_for(folder, overrides), overrides, note)
+
+
+# A setting on the command line takes the place of the one that this run has for the same purpose.
+_REPLACES = {
+    "data.val_size": "val_path",
+    "train.max_tokens_per_step": "batch_size",
+    "train.num_train_epochs": "max_steps",
+}
+
+
+def _for(folder: Path, overrides: list[str]) -> dict[str, dict[str, Any]]:
+    tables = _tables(folder)
+    for name in override_names(overrides) & _REPLACES.keys():
+        tables[name.split(".")[0]].pop(_REPLACES[name], None)
+    return tables
 
 
 def _tables(folder: Path) -> dict[str, dict[str, Any]]:

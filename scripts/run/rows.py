@@ -61,7 +61,8 @@ def load_rows(data: DataSection, tokenizer: Tokenizer, *, seed: int, stop_ids: l
             )
         split = f"train {len(train):,} / val {len(val):,} (seed {seed})"
     else:
-        split = f"train {len(train):,} / val 0 (set data.val_size to see a validation loss)"
+        why = "set data.val_size to see a validation loss" if data.val_size is None else "data.val_size is 0"
+        split = f"train {len(train):,} / val 0 ({why})"
     return Rows(train.repeated(seed), val, split)
 
 

@@ -113,10 +113,12 @@ class Session:
         began = time.perf_counter()
         result = self.evaluate()
         if not math.isfinite(result.loss):
-            raise DivergedError(
-                f"the validation loss is {result.loss} at step {step}; expected a finite number. "
+            fix = (
                 "Lower train.learning_rate, or add warm-up steps."
+                if step
+                else "Nothing was trained yet, so the learning rate has no part in it."
             )
+            raise DivergedError(f"the validation loss is {result.loss} at step {step}; expected a finite number. {fix}")
         better = step > 0 and (self.best is None or result.loss < self.best["val_loss"])
         if step == 0:
             self.first_loss = result.loss

@@ -164,3 +164,14 @@ def test_writing_works_on_leaves_under_no_grad_and_nowhere_else(write):
     y = double(p)
     with no_grad(), pytest.raises(GraphError, match="expected a leaf under no_grad"):
         apply(y)
+
+
+def test_what_trains_owns_memory_that_can_be_written_to():
+    array = np.ones(3, np.float32)
+    array.flags.writeable = False
+    x = Tensor(array)
+    assert x.data is array
+    x.requires_grad = True
+    assert x.data.flags.writeable and (x.data == array).all()
+    own = np.ones(3, np.float32)
+    assert Tensor(own, requires_grad=True).data is own
