@@ -58,6 +58,11 @@ def as_device(spec: str | Device | None) -> Device:
     raise ValueError(f"device {spec!r} is not known; expected 'cpu', 'cuda' or 'cuda:<number>'.")
 
 
+def device(spec: str | Device, index: int | None = None) -> Device:
+    """The device meant by ("cuda:1"), ("cuda", 1) or ("cpu"): torch's name for ``as_device``."""
+    return as_device(spec if index is None else f"{spec}:{index}")
+
+
 def device_of(array: Array) -> Device:
     """The device that holds ``array``."""
     return CPU if xp_of(array) is np else Device("cuda", int(array.device.id))
@@ -106,6 +111,11 @@ def to_device(array: Array, device: str | Device) -> Array:
 def to_numpy(array: Array) -> np.ndarray:
     """``array`` in host memory: itself on the CPU, a copy from a GPU."""
     return np.asarray(array) if xp_of(array) is np else array.get()
+
+
+def address(array: Array) -> int:
+    """Where the first element of ``array`` lies."""
+    return int(array.__array_interface__["data"][0]) if xp_of(array) is np else int(array.data.ptr)
 
 
 def all_finite(array: Array) -> bool:
