@@ -225,5 +225,12 @@ def plain_layer(arrays: dict[str, Array], like: Any) -> Any:
     """A frozen layer with ``arrays`` as its parameters and the rest of ``like``; nothing is drawn and thrown away."""
     new = copy.copy(like)
     for name, array in arrays.items():
-        setattr(new, name, Parameter(array, requires_grad=False))
+        setattr(new, name, frozen(array))
     return new
+
+
+def frozen(array: Array) -> Parameter:
+    """A Parameter over ``array``, which is nobody else's: read-only as the base's own weights, and so as fast."""
+    if isinstance(array, np.ndarray):
+        array.flags.writeable = False
+    return Parameter(array, requires_grad=False)
