@@ -108,6 +108,8 @@ def add_adapter(
         layer.adapters[adapter_name].train(layer.training)
         for parameter in layer.own_parameters(adapter_name):
             parameter.requires_grad = trainable
+            if not trainable and isinstance(parameter.data, np.ndarray):
+                parameter.data.flags.writeable = False  # what cannot change is kept ready for the kernels
         if active:
             layer.active = (*layer.active, adapter_name)
     trainable_count, total = count_parameters(model)

@@ -20,6 +20,7 @@ from run import bench_compare as compare
 from run.bench_profile import show
 from run.bench_work import SHAPES, WHATS, Spec, batches
 from run.errors import run_page
+from run.memory import PASS_TOKENS
 
 POINTS = {"length": (128, 256, 512, 1024, 2048, 4096, 8192), "rank": (4, 8, 16, 32, 64, 128, 256)}
 
@@ -35,7 +36,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--checkpointing", action="store_true", help="recompute each layer in backward")
-    parser.add_argument("--pass-tokens", type=int, default=1024, help="tokens of one pass: a step is cut between rows")
+    parser.add_argument(
+        "--pass-tokens", type=int, default=PASS_TOKENS, help="tokens of one pass: a step is cut between rows"
+    )
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after one to warm up")
     parser.add_argument("--profile", action="store_true", help="time by op, forward and backward")
     parser.add_argument("--peer", choices=("hf-peft",), help="measure transformers + peft in turn")

@@ -10,6 +10,7 @@ import numpy as np
 from peft_core import ops
 from peft_core.backend import to_device, to_numpy
 from peft_core.errors import ConfigError, DataError, DivergedError, expect
+from peft_core.nn import project
 from peft_core.random import mix64
 from peft_core.tape import no_grad
 from transformer.batch import Batch
@@ -88,7 +89,8 @@ def _tokens(
         batch = Batch.flat(fed, starts=seen)
         h = model.hidden(batch, cache)  # (N, D)
         last = to_device(batch.cu_seqlens[1:][active] - 1, h.device)
-        logits = to_numpy(model.lm_head(ops.getitem(h, index=last)).data).astype(np.float32)  # (active, V)
+        z = project(ops.getitem(h, index=last), model.lm_head)
+        logits = to_numpy(z.data).astype(np.float32)  # (active, V)
         seen = seen + np.diff(batch.cu_seqlens) if use_cache else seen
         left = []
         for row, z in zip(active, logits, strict=True):

@@ -12,7 +12,7 @@ from peft_core import ops
 from peft_core.backend import Array, Device, to_device, to_numpy
 from peft_core.dtypes import promote
 from peft_core.errors import DataError, expect
-from peft_core.nn import Linear, Module
+from peft_core.nn import Linear, Module, project
 from peft_core.recompute import recompute
 from peft_core.tape import is_grad_enabled
 from peft_core.tensor import Tensor
@@ -120,7 +120,7 @@ class CausalLM(Module):
             return ops.head_loss(h, head.weight, to_device(batch.targets, h.device)), batch.n_labelled
         rows = np.flatnonzero(batch.targets != IGNORED)  # (M,)
         targets = to_device(batch.targets[rows], h.device)
-        logits = head(ops.getitem(h, index=to_device(rows, h.device)))  # (M, V)
+        logits = project(ops.getitem(h, index=to_device(rows, h.device)), head)  # (M, V)
         return ops.cross_entropy(logits, targets, reduction="sum"), len(rows)
 
     # ------------------------------------------------------------------ on rectangles
@@ -149,7 +149,7 @@ class CausalLM(Module):
                    expected=f"that of input_ids, {shape}, or one row for all")  # fmt: skip
             positions = np.broadcast_to(positions, shape).astype(np.int64)
             batch = Batch(batch.ids, batch.targets, positions[mask], batch.cu_seqlens)
-        logits = self.lm_head(self.hidden(batch))  # (N, V)
+        logits = project(self.hidden(batch), self.lm_head)  # (N, V)
         loss = None
         if given is not None:
             total = ops.cross_entropy(logits, to_device(batch.targets, logits.device), reduction="sum")

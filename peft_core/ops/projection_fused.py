@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,19 +75,43 @@ class Ranks:
             b_grads, b_words, d_b = b_grads + n_out // per * padded, b_words + padded // per * wide, d_b + padded * wide
         return Ranks(np.concatenate(a_rows), bs, np.concatenate(scales), np.array(mods), np.array(panels), places)
 
+    @functools.cached_property
     def forward(self) -> tuple[Array, Array]:
         """The right operands, in words, of h A^T, (I, R), and of s B^T, (R_m, O_m padded) a linear."""
         word = np.uint32 if self.a.itemsize == 2 else np.float32
-        bp = []
+        per, bp = 4 // self.a.itemsize, []
         for b in self.b:
-            rows = b.view(word).T if b.size else np.zeros((0, len(b)), word)
-            bp.append(np.pad(rows, ((0, 0), (0, -len(b) % _PANEL))).reshape(-1))
+            wide = np.zeros((b.shape[1] // per, -(-len(b) // _PANEL) * _PANEL), word)
+            if b.size:
+                wide[:, : len(b)] = b.view(word).T
+            bp.append(wide.reshape(-1))
         return np.ascontiguousarray(self.a.view(word).T).reshape(-1), np.concatenate(bp)
 
+    @functools.cached_property
     def backward(self) -> tuple[Array, Array]:
         """The right operands, in words, of dS A, (R, I padded), and of gy B, (O_m, R_m) a linear."""
-        atp = np.pad(_down(self.a), ((0, 0), (0, -self.a.shape[1] % _PANEL)))
+        down, width = _down(self.a), self.a.shape[1]
+        atp = np.zeros((len(down), -(-width // _PANEL) * _PANEL), down.dtype)
+        atp[:, :width] = down
         return atp.reshape(-1), np.concatenate([_down(b).reshape(-1) for b in self.b])
+
+
+_kept: dict[tuple, Ranks] = {}
+
+
+def _ranks(group: list[Member], width: int, dtype: Any) -> Ranks:
+    """``Ranks.of``, kept where all A and B are read-only: arrays that cannot change, as in ``packing.py``."""
+    arrays = [array for member in group for a, b, *_ in member.terms for array in (a, b)]
+    if any(array.flags.writeable for array in arrays):
+        return Ranks.of(group, width, dtype)
+    sizes = tuple((len(member.w), tuple(scale for *_, scale, _ in member.terms)) for member in group)
+    key = dtype.char, width, sizes, tuple(map(id, arrays))
+    found = _kept.get(key)
+    if found is None:
+        found = _kept[key] = Ranks.of(group, width, dtype)
+        for array in arrays:
+            weakref.finalize(array, _kept.pop, key, None)
+    return found
 
 
 def _down(rows: Array) -> Array:
@@ -123,7 +149,7 @@ def run(
 
     before = kernels.NORM if norm is not None else kernels.GATED if gated else kernels.PLAIN
     weights, width = tuple(m.w for m in group), group[0].w.shape[1]
-    ranks, n_rows, n_out = Ranks.of(group, width, dtype), len(x), sum(map(len, weights))
+    ranks, n_rows, n_out = _ranks(group, width, dtype), len(x), sum(map(len, weights))
     rows = np.ascontiguousarray(x) if norm is not None else elements(x, dtype)
     n_rank = len(ranks.scale)
     scale_w = np.zeros(width, np.float32) if norm is None else np.ascontiguousarray(norm, np.float32)
@@ -138,7 +164,7 @@ def run(
     )
     y = np.empty((n_rows, n_out), ranks.a.dtype if residual is None else np.float32)
     s = np.empty((n_rows, n_rank), ranks.a.dtype)
-    ap, bp = ranks.forward()
+    ap, bp = ranks.forward
     block = _block(width, dtype)
     size = block * (width + n_rank + 32) + 8 * _PANEL
     with workspace:
@@ -177,7 +203,7 @@ class _Backward:
         n_threads, (wants_a, wants_b) = get_num_threads(), self.wants
         d_a = np.empty((n_threads, n_rank * wide if wants_a else 0), np.float32)
         d_b = np.empty((n_threads, sum(r * -(-o // _PANEL) * _PANEL for _, o, _, r, *_ in ranks.mods)), np.float32)
-        atp, btp = ranks.backward()
+        atp, btp = ranks.backward
         size = block * (n_out + width + n_rank + 48 + wide) + n_rank * (block + 16)
         size += block * (max(n_out, width) + 64) + 11 * _PANEL
         x = self.x if len(self.x) else np.zeros((0, width), self.ranks.a.dtype)
