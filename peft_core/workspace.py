@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-
 _LINE = 64  # bytes of a cache line: a vector that lies across two costs two
 
 
