@@ -25,6 +25,7 @@ from .attention import Row, attend, attend_back, check_window, rows_of
 from .rope import turned
 
 LANES = 48  # queries that a tile holds
+_NO_ANGLES = np.zeros((0, 0), np.float32)
 
 
 class Shape(NamedTuple):
@@ -57,10 +58,9 @@ def rotary_attention(
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     longest = max((row.n_q for row in rows), default=0)
     if longest > 0 and scale > 0 and dtype == qkv.dtype and _fits_tiles(qkv, head_dim):
-        angles = (np.zeros((0, 0), np.float32) if a is None else _kernel_array(a.astype("f4", copy=False))
-                  for a in (cos, sin))  # fmt: skip
+        cos, sin = (_kernel_array(_NO_ANGLES if a is None else a.astype("f4", copy=False)) for a in (cos, sin))
         seen = longest if window is None else min(window, longest)
-        call = Call((0, *(row.q0 + row.n_q for row in rows)), *angles, shape, np.float32(scale), seen)
+        call = Call((0, *(row.q0 + row.n_q for row in rows)), cos, sin, shape, np.float32(scale), seen)
         o, lse = _attend_on_tiles(qkv, call)
         return o, (lambda gy: _back_on_tiles(qkv, o, lse, gy, call),)
     factor = accumulate_dtype(dtype).type(scale)
