@@ -72,6 +72,22 @@ def _elements(words):  # type: ignore[no-untyped-def]
     return halves if words.dtype == types.uint32 else whole
 
 
+def operand(floats: Any, words: Any) -> Any:
+    """Where values computed in ``floats`` (float32) stand as words: where they are, or in ``words`` if that is bf16."""
+    raise NotImplementedError("for kernels")
+
+
+@overload(operand)
+def _operand(floats, words):  # type: ignore[no-untyped-def]
+    def apart(floats, words):  # type: ignore[no-untyped-def]
+        return words
+
+    def same(floats, words):  # type: ignore[no-untyped-def]
+        return floats
+
+    return apart if words.dtype == types.uint32 else same
+
+
 _F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 
 
@@ -150,6 +166,7 @@ _E = tuple(_F4(c) for c in (0.5000000120, 0.1666666546, 0.04166579589, 0.0083334
 _HALF, _ONE, _ZERO, _INF, _LOWEST = _F4(0.5), _F4(1), _F4(0), _F4(np.inf), _F4(-126)
 _LARGEST, _SMALLEST = _F4(88.722836), _F4(-87.33654)  # the logarithms of the largest and the smallest normal float32
 _P2 = tuple(_F4(c) for c in (1.0000026, 0.69299535, 0.24160436, 0.05174499, 0.01367652))  # of 2^f, 0 <= f < 1
+_Q2 = tuple(_F4(c) for c in (0.99999992507, 0.69315307317, 0.24015361719, 0.05582631784, 0.00898934018, 0.00187757669))
 
 
 @njit(**INLINE)
@@ -174,10 +191,16 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 
 @njit(**INLINE)
-def exp2(x):  # type: ignore[no-untyped-def]
-    """2^x for x <= 0, 2e-5 relative, which rounding to bf16 hides; below 2^-126 it stays there; a NaN stays."""
+def exp2(x, exact):  # type: ignore[no-untyped-def]
+    """2^x for x <= 0; below 2^-126 it stays there; a NaN stays.  2e-5 relative, which rounding to bf16 hides.
+
+    ``exact``: 2e-7.  Where it is known at compile time, nothing is left of the other.
+    """
     x = _LOWEST if x < _LOWEST else x
     k = np.floor(x)
     f = x - k
-    p = (((_P2[4] * f + _P2[3]) * f + _P2[2]) * f + _P2[1]) * f + _P2[0]
+    if exact:
+        p = ((((_Q2[5] * f + _Q2[4]) * f + _Q2[3]) * f + _Q2[2]) * f + _Q2[1]) * f + _Q2[0]
+    else:
+        p = (((_P2[4] * f + _P2[3]) * f + _P2[2]) * f + _P2[1]) * f + _P2[0]
     return p * power_of_two(np.int32(k))

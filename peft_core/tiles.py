@@ -190,6 +190,7 @@ def make_tile(rows: int, columns: int) -> Any:
 tile_8x48 = make_tile(8, 48)
 tile_6x64 = make_tile(6, 64)
 tile_8x16 = make_tile(8, 16)
+tile_12x32 = make_tile(12, 32)
 
 
 # ------------------------------------------------------------------------------------------------ bf16 and float32

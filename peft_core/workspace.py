@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+_LINE = 64  # bytes of a cache line: a vector that lies across two costs two
+
 
 class Workspace:
     """Named flat arrays that only grow.  ``with workspace:`` while their contents matter: one user at a time."""
@@ -28,7 +30,8 @@ class Workspace:
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         held = self._arrays.get(name)
         if held is None or held.nbytes < size:
-            held = self._arrays[name] = np.empty(size, np.uint8)
+            held = np.empty(size + _LINE, np.uint8)
+            held = self._arrays[name] = held[-held.ctypes.data % _LINE :]
         return held[:size].view(dtype).reshape(shape)
 
     def clear(self) -> None:

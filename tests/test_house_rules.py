@@ -30,6 +30,7 @@ NUMBA_MODULES = {  # kernels on the register tile; nobody else imports one of th
     "peft_core/packing_tiles.py",
     "peft_core/ops/projection_tiles.py",
     "peft_core/ops/attention_tiles.py",
+    "peft_core/ops/attention_tiles_back.py",
     "peft_core/ops/loss_tiles.py",
 }
 PEER = {"scripts/run/bench_peer.py": {"torch", "transformers", "peft"}}  # what is measured against; imported on demand

@@ -50,25 +50,22 @@ class Attention(Module):
 
     def forward(self, x: Tensor, norm: Module, place: Place) -> Tensor:
         """x (N, D), the residual stream -> x + attention(norm(x))."""
-        n = x.shape[0]
         qkv = project(x, *(getattr(self, name) for name in self.stack.qkv), norm=norm)  # (N, (H + 2 G) K)
-        rotary = place.cos is not None
-        if place.cache is None and rotary:
+        if place.cache is None:
             o = ops.rotary_attention(qkv, cos=place.cos, sin=place.sin, cu_seqlens=place.cu_seqlens,
                                      n_heads=self.n_heads, n_kv_heads=self.n_groups, head_dim=self.head_dim,
                                      scale=self.scale, window=self.window)  # (N, H K)  # fmt: skip
         else:
-            heads = ops.reshape(qkv, shape=(n, -1, self.head_dim))  # (N, H + 2 G, K)
-            q, k, v = heads[:, : self.n_heads], heads[:, self.n_heads : -self.n_groups], heads[:, -self.n_groups :]
-            if rotary:
-                q, k = ops.rope(q, place.cos, place.sin), ops.rope(k, place.cos, place.sin)
-            o = self._attend(q, k, v, place)  # (N, H, K)
-            o = ops.reshape(o, shape=(n, -1))
+            o = self._attend_to_cache(qkv, place, place.cache)
         return project(o, getattr(self, self.stack.attention_out), residual=x)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        if place.cache is None:
-            return ops.attention(q, k, v, cu_q=place.cu_seqlens, scale=self.scale, window=self.window)
-        keys, values = place.cache.put(self.layer, place.slots, k, v)  # (S, G, K)
-        return ops.attention(q, keys, values, cu_q=place.cu_seqlens, cu_k=place.cache.starts,
-                             k_lengths=place.k_lengths, scale=self.scale, window=self.window)  # fmt: skip
+    def _attend_to_cache(self, qkv: Tensor, place: Place, cache: KVCache) -> Tensor:
+        n = qkv.shape[0]
+        heads = ops.reshape(qkv, shape=(n, -1, self.head_dim))  # (N, H + 2 G, K)
+        q, k, v = heads[:, : self.n_heads], heads[:, self.n_heads : -self.n_groups], heads[:, -self.n_groups :]
+        if place.cos is not None:
+            q, k = ops.rope(q, place.cos, place.sin), ops.rope(k, place.cos, place.sin)
+        keys, values = cache.put(self.layer, place.slots, k, v)  # (S, G, K)
+        o = ops.attention(q, keys, values, cu_q=place.cu_seqlens, cu_k=cache.starts, k_lengths=place.k_lengths,
+                          scale=self.scale, window=self.window)  # (N, H, K)  # fmt: skip
+        return ops.reshape(o, shape=(n, -1))  # (N, H K)

@@ -1,8 +1,8 @@
 """RoPE and causal attention in one op over the joint projection of queries, keys and values.
 
-One op keeps qkv, o and a number per query and head: rotated copies, probabilities and masks are formed again. bf16 runs
-on the kernels of ``attention_tiles.py`` where the CPU has them; everything else on the functions of ``rope`` and
-``attention``, which are the definition.
+One op keeps qkv, o and a number per query and head: rotated copies, probabilities and masks are formed again. bf16 and
+float32 run on the kernels of ``attention_tiles.py`` where the CPU has them; everything else on the functions of
+``rope`` and ``attention``, which are the definition.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 
 from ..amp import compute_dtype
 from ..backend import Array, xp_of
-from ..dtypes import accumulate_dtype, bfloat16
+from ..dtypes import accumulate_dtype
 from ..kernels import get_num_threads, run_kernel, tiles_supported
+from ..packing import elements, words
 from ..tape import op
 from ..tensor import Tensor
 from ..workspace import workspace
@@ -24,6 +25,7 @@ from .attention import Row, attend, attend_back, check_window, rows_of
 from .rope import turned
 
 LANES = 48  # queries that a tile holds
+_NO_ANGLES = np.zeros((0, 0), np.float32)
 
 
 class Shape(NamedTuple):
@@ -42,6 +44,7 @@ def rotary_attention(
     """o = attention(rope(q), rope(k), v), causal, row by row, for qkv = [q | k | v] with heads side by side.
 
     qkv (N, (H + 2G) K), cos and sin (N, K/2), cu_seqlens the rows' offsets -> (N, H K) in the compute dtype, or qkv's.
+    Without positions to rotate by, cos and sin are None.
     scale and window as in ``attention``, half-split pairs as in ``rope``.  Retains qkv, lse (H, N), and o on tiles.
     Raises ValueError for shapes, offsets or a window that do not fit.
     Source: Su et al., arXiv:2104.09864; Dao et al., arXiv:2205.14135.
@@ -54,10 +57,10 @@ def rotary_attention(
     dtype = compute_dtype() or qkv.dtype
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     longest = max((row.n_q for row in rows), default=0)
-    seen_whole = longest > 0 and (window is None or window >= longest)
-    if seen_whole and scale > 0 and dtype == qkv.dtype and _fits_tiles(qkv, head_dim):
-        cos, sin = (_kernel_array(a.astype(np.float32, copy=False)) for a in (cos, sin))
-        call = Call((0, *(row.q0 + row.n_q for row in rows)), cos, sin, shape, np.float32(scale))
+    if longest > 0 and scale > 0 and dtype == qkv.dtype and _fits_tiles(qkv, head_dim):
+        cos, sin = (_kernel_array(_NO_ANGLES if a is None else a.astype("f4", copy=False)) for a in (cos, sin))
+        seen = longest if window is None else min(window, longest)
+        call = Call((0, *(row.q0 + row.n_q for row in rows)), cos, sin, shape, np.float32(scale), seen)
         o, lse = _attend_on_tiles(qkv, call)
         return o, (lambda gy: _back_on_tiles(qkv, o, lse, gy, call),)
     factor = accumulate_dtype(dtype).type(scale)
@@ -68,39 +71,44 @@ def rotary_attention(
 
 
 def _fits_tiles(qkv: Array, width: int) -> bool:
-    return isinstance(qkv, np.ndarray) and qkv.dtype == bfloat16 and width % 64 == 0 and tiles_supported()
+    return isinstance(qkv, np.ndarray) and width % 16 == 0 and tiles_supported(qkv.dtype)
 
 
-def _check_shapes(qkv: Array, cos: Array, sin: Array, shape: Shape) -> None:
+def _check_shapes(qkv: Array, cos: Array | None, sin: Array | None, shape: Shape) -> None:
     heads, groups, width = shape
-    half = len(qkv), width // 2
     columns = (heads + 2 * groups) * width
+    angles = [None if a is None else a.shape for a in (cos, sin)]
+    turns = angles == [(len(qkv), width // 2)] * 2 and width % 2 == 0
     if (
-        width % 2
-        or groups < 1
+        groups < 1
         or heads % groups
+        or width < 1
         or qkv.shape != (len(qkv), columns)
-        or not cos.shape == sin.shape == half
+        or not (turns or angles == [None, None])
     ):
         raise ValueError(
-            f"rotary_attention got qkv {qkv.shape}, cos {cos.shape}, sin {sin.shape} for {heads} heads, {groups} key "
-            f"heads of width {width}; expected qkv (N, {columns}), cos and sin (N, {width // 2}), an even width and "
-            "heads a multiple of key heads."
+            f"rotary_attention got qkv {qkv.shape}, cos {angles[0]}, sin {angles[1]} for {heads} heads, {groups} key "
+            f"heads of width {width}; expected qkv (N, {columns}), cos and sin (N, {width // 2}) and an even width, or "
+            "None for both, and heads a multiple of key heads."
         )
 
 
 # ------------------------------------------------------------------------------------------------ the formula
 
 
-def _rotated(qkv: Array, cos: Array, sin: Array, shape: Shape, dtype: np.dtype) -> tuple[Array, Array, Array]:
+def _rotated(qkv: Array, cos: Any, sin: Any, shape: Shape, dtype: np.dtype) -> tuple[Array, Array, Array]:
     heads, groups, width = shape
     x = qkv.reshape(len(qkv), heads + 2 * groups, width)  # (N, H + 2G, K)
-    qk = turned(x[:, : heads + groups], cos, sin, 1.0)
+    qk = _turned(x[:, : heads + groups], cos, sin, 1.0)
     return tuple(a.astype(dtype, copy=False) for a in (qk[:, :heads], qk[:, heads:], x[:, heads + groups :]))  # type: ignore[return-value]
 
 
+def _turned(x: Array, cos: Any, sin: Any, sign: float) -> Array:
+    return x if cos is None else turned(x, cos, sin, sign)
+
+
 def _back(
-    qkv: Array, lse: Array, gy: Array, cos: Array, sin: Array,
+    qkv: Array, lse: Array, gy: Array, cos: Any, sin: Any,
     rows: list[Row], shape: Shape, dtype: np.dtype, scale: Any, window: int | None,
 ) -> Array:  # fmt: skip
     heads, groups, width = shape
@@ -108,8 +116,8 @@ def _back(
     q, k, v = _rotated(qkv, cos, sin, shape, dtype)
     dq, dk, dv = attend_back(q, k, v, lse, up, rows, scale, True, window, (True, True, True))
     dx = xp_of(qkv).empty((len(qkv), heads + 2 * groups, width), qkv.dtype)  # (N, H + 2G, K)
-    dx[:, :heads] = turned(dq, cos, sin, -1.0)
-    dx[:, heads : heads + groups] = turned(dk, cos, sin, -1.0)
+    dx[:, :heads] = _turned(dq, cos, sin, -1.0)
+    dx[:, heads : heads + groups] = _turned(dk, cos, sin, -1.0)
     dx[:, heads + groups :] = dv
     return dx.reshape(qkv.shape)
 
@@ -132,8 +140,11 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(cu: tuple[int, ...], heads: int, groups: int, threads: int) -> Plan:
-    """The plan of one stream of rows: equal shares by the number of keys that each block of queries sees."""
+def _plan(cu: tuple[int, ...], heads: int, groups: int, threads: int, block: int, window: int) -> Plan:
+    """The plan of one stream of rows: equal shares by the number of keys that each block of queries sees.
+
+    block: queries that backward takes at once.
+    """
     starts = np.array(cu, np.int64)
     lengths = np.diff(starts)
     padded = -(-lengths // LANES) * LANES
@@ -142,7 +153,7 @@ def _plan(cu: tuple[int, ...], heads: int, groups: int, threads: int) -> Plan:
     place = np.arange(starts[-1]) - starts[row_of] + pu[row_of]
     token = np.full(pu[-1], -1, np.int64)
     token[place] = np.arange(starts[-1])
-    queries = _tasks(lengths, heads, LANES, threads), _tasks(lengths, heads, 2 * LANES, threads)
+    queries = _tasks(lengths, heads, LANES, threads, window), _tasks(lengths, heads, block, threads, window)
     tasks, bounds = queries[1]
     repeats, spills = heads // groups, np.full(threads, -1, np.int64)
     for t in range(threads):
@@ -153,10 +164,10 @@ def _plan(cu: tuple[int, ...], heads: int, groups: int, threads: int) -> Plan:
     return Plan(starts, pu, token, place, row_of, int(padded.max(initial=0)), *queries, spills)
 
 
-def _tasks(lengths: np.ndarray, heads: int, step: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
+def _tasks(lengths: np.ndarray, heads: int, step: int, threads: int, window: int) -> tuple[np.ndarray, np.ndarray]:
     tasks = [(b, h, q0) for b, n in enumerate(lengths) for h in range(heads) for q0 in range(0, n, step)]
     table = np.array(tasks, np.int64).reshape(-1, 3)
-    cost = np.minimum(table[:, 2] + step, lengths[table[:, 0]]) + step
+    cost = np.minimum(table[:, 2] + step, lengths[table[:, 0]]) - np.maximum(table[:, 2] - window + 1, 0) + step
     done = np.cumsum(cost) - cost / 2
     shares = np.arange(threads + 1) * (cost.sum() / threads)
     return table, np.searchsorted(done, shares).astype(np.int64)
@@ -170,10 +181,12 @@ class Call(NamedTuple):
     sin: np.ndarray
     shape: Shape
     scale: np.float32
+    window: int
 
-    def plan(self) -> Plan:
+    def plan(self, dtype: Any) -> Plan:
         """The plan for the threads of this moment."""
-        return _plan(self.cu, self.shape.heads, self.shape.groups, get_num_threads())
+        block = LANES * 4 // np.dtype(dtype).itemsize
+        return _plan(self.cu, self.shape.heads, self.shape.groups, get_num_threads(), block, self.window)
 
 
 def _kernel_array(x: np.ndarray) -> np.ndarray:
@@ -181,56 +194,58 @@ def _kernel_array(x: np.ndarray) -> np.ndarray:
     return x if x.flags.writeable else x.copy()  # a read-only array is another type to numba, compiled anew
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
-    return _kernel_array(x).view(np.uint16)
+def _elements(x: np.ndarray, dtype: Any) -> np.ndarray:
+    return _kernel_array(elements(x, dtype))
 
 
-def _keys(x: np.ndarray, p: Plan, call: Call, back: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _keys(x: np.ndarray, p: Plan, call: Call, word: type, back: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """k by rows, k or v by columns, v by rows where ``back``, in the workspace."""
     from . import attention_tiles as kernels
 
     heads, groups, width = call.shape
-    padded = len(p.token)
-    ld = (padded // 2 + 15) // 16 * 16 | 16  # an odd number of cache lines
-    k_rows = workspace.get("k_rows", groups, padded, width, dtype=np.uint16)
-    columns = workspace.get("columns", groups, width, ld)
-    v_rows = workspace.get("v_rows", groups, padded if back else 0, width, dtype=np.uint16)
+    padded, per = len(p.token), 4 // x.itemsize
+    ld = (padded // per + 15) // 16 * 16 | 16  # an odd number of cache lines
+    size = groups * padded * width // per
+    k_rows = workspace.get("k_rows", size, dtype=word)
+    columns = workspace.get("columns", groups, width, ld, dtype=word)
+    v_rows = workspace.get("v_rows", size if back else 0, dtype=word)
     run_kernel(kernels.lay_out_keys, x, p.token, call.cos, call.sin, heads, back, k_rows, columns, v_rows)
     return k_rows, columns, v_rows
 
 
 def _attend_on_tiles(qkv: np.ndarray, call: Call) -> tuple[np.ndarray, np.ndarray]:
-    """o (N, H K) bfloat16 and lse (H, N), in powers of two, of qkv (N, (H + 2G) K) bfloat16."""
+    """o (N, H K) and lse (H, N), in powers of two, of qkv (N, (H + 2G) K), bfloat16 or float32."""
     from . import attention_tiles as kernels
 
-    heads, _, width = call.shape
-    p, x = call.plan(), _bits(qkv)
-    o = np.empty((len(qkv), heads * width), qkv.dtype)
+    (heads, _, width), dtype = call.shape, qkv.dtype
+    p, x, word = call.plan(dtype), _elements(qkv, dtype), words(dtype)
+    o = np.empty((len(qkv), heads * width), dtype)
     lse = np.empty((heads, len(qkv)), np.float32)
     with workspace:
-        k_rows, v_columns, _ = _keys(x, p, call, False)
-        scratch = workspace.get("scratch", len(p.spills), kernels.forward_words(width))
+        k_rows, v_columns, _ = _keys(x, p, call, word, False)
+        scratch = workspace.get("scratch", len(p.spills), kernels.forward_words(width), dtype=word)
         run_kernel(kernels.forward, x, p.token, p.cu, p.pu, *p.forward, call.cos, call.sin, k_rows, v_columns,
-                   call.scale, o.view(np.uint16), lse, scratch)  # fmt: skip
+                   call.scale, call.window, elements(o, dtype), lse, scratch)  # fmt: skip
     return o, lse
 
 
 def _back_on_tiles(qkv: np.ndarray, o: np.ndarray, lse: np.ndarray, gy: np.ndarray, call: Call) -> np.ndarray:
-    """The gradient of qkv, bfloat16, for gy (N, H K) bfloat16."""
-    from . import attention_tiles as kernels
+    """The gradient of qkv for gy (N, H K)."""
+    from . import attention_tiles_back as kernels
 
-    _, groups, width = call.shape
-    p, x, cos, sin = call.plan(), _bits(qkv), call.cos, call.sin
+    (_, groups, width), dtype = call.shape, qkv.dtype
+    p, word, cos, sin = call.plan(dtype), words(dtype), call.cos, call.sin
+    x, up = _elements(qkv, dtype), _elements(gy, dtype)
     padded, threads = len(p.token), len(p.spills)
-    dx = np.empty(qkv.shape, qkv.dtype)
-    bits = dx.view(np.uint16)
+    dx = np.empty(qkv.shape, dtype)
     with workspace:
-        k_rows, k_columns, v_rows = _keys(x, p, call, True)
+        k_rows, k_columns, v_rows = _keys(x, p, call, word, True)
         sums = groups * padded + threads * p.longest
         dk, dv = (workspace.get(name, sums, width, dtype=np.float32) for name in ("dk", "dv"))
-        scratch = workspace.get("scratch", threads, kernels.backward_words(width))
-        run_kernel(kernels.backward, x, _bits(o), _bits(gy), lse, p.token, p.cu, p.pu, *p.backward, p.spills, cos, sin,
-                   k_rows, k_columns, v_rows, call.scale, bits, dk, dv, p.longest, scratch)  # fmt: skip
+        scratch = workspace.get("scratch", threads, kernels.backward_words(width), dtype=word)
+        run_kernel(kernels.backward, x, elements(o, dtype), up, lse, p.token, p.cu, p.pu, *p.backward, p.spills,
+                   cos, sin, k_rows, k_columns, v_rows, call.scale, call.window, elements(dx, dtype), dk, dv,
+                   p.longest, scratch)  # fmt: skip
         run_kernel(kernels.finish_keys, dk, dv, p.place, p.row_of, p.pu, p.spills, padded, p.longest, groups, cos, sin,
-                   bits)  # fmt: skip
+                   elements(dx, dtype))  # fmt: skip
     return dx
