@@ -7,10 +7,10 @@ Imported inside functions only (see tiles.py).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
-from .tile_parts import FAST, per
+from .tile_parts import kernel, per
 from .tiles import COLUMNS
 
 _U16 = np.uint32(16)
@@ -38,7 +38,7 @@ def _word_of(w, o, i, down):
     return halves if w.dtype == types.uint16 else whole
 
 
-@njit(**FAST)
+@kernel
 def pack_rows(t, T, w, out):
     """w (O, I), bf16 bits or float32 -> out [O/48][I in words][48] words, zero padded: the right operand of x w^T."""
     n_out, n_in = w.shape
@@ -52,7 +52,7 @@ def pack_rows(t, T, w, out):
                 out[at + j] = _word(w, p * COLUMNS + j, step * k, False)
 
 
-@njit(**FAST)
+@kernel
 def pack_columns(t, T, w, out):
     """w (O, I), bf16 bits or float32 -> out [I/48][O in words][48] words, zero padded: the right operand of g w."""
     n_out, n_in = w.shape

@@ -5,7 +5,10 @@ Imports numba at its top and is itself imported inside functions only, as tiles.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,22 @@ from .kernels import FAST_MATH
 
 FAST: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": FAST_MATH}
 INLINE: dict[str, Any] = {"inline": "always", "error_model": "numpy", "fastmath": FAST_MATH}
+_PARTS = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.rglob("*tile*.py"))))
+
+
+def kernel(function: Callable) -> Any:
+    """Decorator: a kernel ``(t, T, *args)`` for ``kernels.run_kernel``, compiled once and kept on disk.
+
+    numba compiles a kernel anew when its own file has changed. Parts of it that stand in another such file are copied
+    into it, so the contents of all of them count here.
+    """
+    compiled = njit(**FAST)(function)
+    index: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if hasattr(index, "_source_stamp"):
+        index._source_stamp = (index._source_stamp, _PARTS.hexdigest())
+    return compiled
+
+
 _intrinsic: Any = intrinsic  # its annotation counts the typing context among a caller's arguments
 
 _U16, _F4 = np.uint32(16), np.float32

@@ -1,7 +1,7 @@
 """A register tile of products in bf16 (AVX512-BF16) or float32 (AVX-512), and the parts that kernels on it are made of.
 
 This module imports numba at its top and is therefore itself imported inside functions only, after
-``kernels.tiles_supported()`` said yes. A kernel built on it is a plain ``@njit(**FAST)`` function ``(t, T, *args)``
+``kernels.tiles_supported()`` said yes. A kernel built on it is a plain ``@kernel`` function ``(t, T, *args)``
 that ``kernels.run_kernel`` runs on the pool; prologues and epilogues are ordinary loops around ``tile_8x48``.
 
 Operands are arrays of *words*: a uint32 holds two consecutive bf16 of the summed dimension, the earlier one in the
@@ -20,11 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .tile_parts import FAST
+from .tile_parts import kernel
 
 COLUMNS = 48  # of a panel of packed weights
 
@@ -232,7 +232,7 @@ def pair16(typing, src, s0, s1, dst, d0):  # type: ignore[no-untyped-def]
     return types.void(src, types.intp, types.intp, dst, types.intp), write
 
 
-@njit(**FAST)
+@kernel
 def probe(t, T, a, w, c):  # type: ignore[no-untyped-def]
     """One tile, to see whether it can be compiled and run here."""
     if t == 0:

@@ -20,7 +20,7 @@ import math
 import numpy as np
 from numba import njit
 
-from ..tile_parts import FAST, INLINE, elements, exp2, get, operand, pair_rows, per, put
+from ..tile_parts import INLINE, elements, exp2, get, kernel, operand, pair_rows, per, put
 from ..tiles import pair16, round16, tile_8x48
 
 L = 48  # query lanes
@@ -58,7 +58,7 @@ def _columns(rows, width, words, columns, at):
         columns[d, at] = words[d]
 
 
-@njit(**FAST)
+@kernel
 def lay_out_keys(t, T, x, token, cos, sin, heads, backward, k_rows, columns, v_rows):
     """Keys and values of x (N, (H + 2G) K) as the products read them, by padded token p.
 
@@ -202,7 +202,7 @@ def forward_words(width: int) -> int:
     return CHUNK * L * 3 // 2 + width * (L * 3 + 1) + 16
 
 
-@njit(**FAST)
+@kernel
 def forward(t, T, x, token, cu, pu, tasks, bounds, cos, sin, k, v_columns, scale, window, o, lse, scratch):
     """o (N, H K) elements and lse (H, N), in powers of two of the scaled score.  k, v_columns: see lay_out_keys."""
     heads, (groups, width, ld), padded, step = len(lse), v_columns.shape, len(token), per(k)

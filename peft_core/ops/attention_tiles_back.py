@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numba import njit
 
-from ..tile_parts import FAST, INLINE, elements, exp2, get, operand, per
+from ..tile_parts import INLINE, elements, exp2, get, kernel, operand, per
 from ..tiles import pair16, round16, tile_6x64, tile_8x16, tile_8x48, tile_12x32
 from .attention_tiles import L, first_key, hide, lanes, scores
 
@@ -138,7 +138,7 @@ def backward_words(width: int) -> int:
     return KEYS * L * 9 // 2 + width * (L * 6 + 1) + 16
 
 
-@njit(**FAST)
+@kernel
 def backward(
     t, T, x, o, do, lse, token, cu, pu, tasks, bounds, spills, cos, sin, k, k_columns, v, scale, window,
     dx, dk, dv, longest, scratch,
@@ -185,7 +185,7 @@ def backward(
         _finish_queries(dq, live, n0, width, cos, sin, row, turned, dx, h * width)
 
 
-@njit(**FAST)
+@kernel
 def finish_keys(t, T, dk, dv, place, row_of, pu, spills, padded, longest, groups, cos, sin, dx):
     """The keys' and values' part of dx, the spilled sums added in the order of the threads."""
     n, width = len(place), dk.shape[1]

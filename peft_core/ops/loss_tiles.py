@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from ..tile_parts import FAST, INLINE, elements, exp, per, put
+from ..tile_parts import INLINE, elements, exp, kernel, per, put
 from ..tiles import COLUMNS as C
 from ..tiles import round16, tile_8x48
 
@@ -133,7 +133,7 @@ def _send_back(z, rows, tiled, block, w, n_classes, width, top, slopes, dh):  # 
                 tile_8x48(slopes, p * ld, ld, w, d * words + k0 * C, C, depth, dh, p * columns + d, columns, j0)
 
 
-@njit(**FAST)
+@kernel
 def head_rows(t, T, x, targets, w_forward, w_backward, n_classes, want, losses, gh, scratch, block):  # type: ignore[no-untyped-def]
     """losses (M,) of the rows x (M, D) with their targets; with ``want`` gh (M, D), the gradient of their sum."""
     n, width = x.shape

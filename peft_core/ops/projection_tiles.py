@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from ..tile_parts import FAST, INLINE, elements, exp, get, pair_rows, per, put
+from ..tile_parts import INLINE, elements, exp, get, kernel, pair_rows, per, put
 from ..tiles import round16, tile_8x16, tile_8x48
 
 PLAIN, NORM, GATED = 0, 1, 2
@@ -148,7 +148,7 @@ def _rows_out(sums, rows, first, n_columns, residual, has_residual, y, y1, n):
             _round_row(sums[i * 48 : i * 48 + n_columns], y[n + i, first : first + n_columns])
 
 
-@njit(**FAST)
+@kernel
 def forward(t, T, before, x, norm, eps, r, wp, panels, ap, bp, scale, bias, residual, y, s_out, scratch, block):
     """y (N, O) = [residual +] h w^T + s b^T + bias, and s (N, R); r (N,) for a norm.  bias is empty or (O,)."""
     n_rows, step, n_rank, y1 = len(x), per(wp), len(scale), y.reshape(-1)
@@ -284,7 +284,7 @@ def _gradient_x(
                     _round_row(part, gx[n, j : j + n_columns])
 
 
-@njit(**FAST)
+@kernel
 def backward(t, T, before, gy, x, norm, r, wbp, mods, atp, btp, scale, s_in, gx, d_a, d_b, scratch, block, wants_b):
     """gx as x (added to for a norm; empty if nobody wants it), and this thread's dA (R, I) and dB^T, zeroed here."""
     n_rows, width, n_rank, n_out = len(gy), len(norm), len(scale), gy.shape[1]

@@ -207,3 +207,12 @@ def test_tiles_that_cannot_be_compiled_are_said_once(monkeypatch, capsys):
     finally:
         kernels._tiles_run.cache_clear()
     assert capsys.readouterr().err.count("no such instruction") == 1
+
+
+@needs_tiles
+def test_a_change_of_a_part_compiles_the_kernels_anew():
+    from peft_core import tile_parts
+    from peft_core.ops import projection_tiles
+
+    own, parts = projection_tiles.forward._cache._cache_file._source_stamp
+    assert own and parts == tile_parts._PARTS.hexdigest()
