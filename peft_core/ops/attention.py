@@ -17,10 +17,11 @@ import numpy as np
 from ..amp import compute_dtype
 from ..backend import Array, to_numpy, xp_of
 from ..blas import product
-from ..dtypes import accumulate_dtype, promote
+from ..dtypes import accumulate_dtype, bfloat16, promote
 from ..kernels import formula
 from ..tape import op
 from ..tensor import Tensor
+from .decode import attend_one
 
 BLOCK = 128  # queries a block
 
@@ -194,6 +195,10 @@ def attention(
     work = accumulate_dtype(dtype)
     factor = work.type(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     q, k, v = (a.astype(dtype, copy=False) for a in (q, k, v))
+    if not any(needs) and _one_each(rows, dtype):
+        seen = np.array([(row.k0 + row.n_k, min(row.n_k, window or row.n_k)) for row in rows if row.n_q])  # end, keys
+        y = attend_one(q, k, v, seen[:, 0] - seen[:, 1], seen[:, 1].copy(), float(factor))
+        return y.astype(dtype, copy=False), None
     o, lse = attend(q, k, v, rows, factor, causal, window)
     if not any(needs):
         return o, None
@@ -203,6 +208,11 @@ def attention(
         return tuple(None if g is None else g.astype(kind, copy=False) for g, kind in zip(grads, kinds, strict=True))
 
     return o, joint
+
+
+def _one_each(rows: list[Row], dtype: np.dtype) -> bool:
+    """True for what generation asks: no row has more than one query, and one that has sees a key."""
+    return dtype in (np.float32, bfloat16) and all(row.n_q == 0 or (row.n_q == 1 and row.n_k > 0) for row in rows)
 
 
 def attend(
