@@ -157,16 +157,18 @@ def forward(t, T, before, x, norm, eps, r, wp, panels, ap, bp, scale, bias, resi
     a, s = scratch[t, : block * ld], scratch[t, block * ld : block * (ld + lds)]
     sums = scratch[t, block * (ld + lds) : block * (ld + lds) + 8 * 48].view(np.float32)
     a16, s16, has_residual = elements(a), elements(s), len(residual) > 0
-    tiles = (n_rows + 7) // 8
-    end = min(n_rows, tiles * (t + 1) // T * 8)
-    for r0 in range(tiles * t // T * 8, end, block):
+    tiles, j0, j1 = (n_rows + 7) // 8, 0, len(panels)
+    start, end = tiles * t // T * 8, min(n_rows, tiles * (t + 1) // T * 8)
+    if tiles < T:  # too few rows to share: each thread takes all of them to its part of the columns
+        start, end, j0, j1 = 0, n_rows, len(panels) * t // T, len(panels) * (t + 1) // T
+    for r0 in range(start, end, block):
         rows = min(block, end - r0)
         pad = (rows + 7) // 8 * 8
         _rows_in(before, x, norm, eps, r, r0, rows, pad, a16, step * ld)
         _low_rank_rows(a, ld, ap, depth, scale, pad, s16, step * lds, sums)
         for i in range(rows):
             _copy_row(s16[i * step * lds : i * step * lds + n_rank], s_out[r0 + i])
-        for j in range(len(panels)):
+        for j in range(j0, j1):
             first, n_columns, b0, ldb, rank0, n_ranks = panels[j]
             for p in range(0, pad, 8):
                 tile_8x48(a, p * ld, ld, wp, j * depth * 48, 48, depth, sums, 0, 48, 0)
