@@ -10,7 +10,7 @@ from run.bench_work import SHAPES, Row, Spec
 
 
 def flops_per_step(shape: str, rows: list[Row], rank: int) -> int:
-    """Floating-point operations that a LoRA step cannot avoid, all seven projections adapted.
+    """Floating-point operations that a LoRA step cannot avoid, every linear of a layer adapted.
 
     Per frozen linear 4 x parameters x tokens: forward and the gradient of its input, none of its weight.
     The head the same over its labelled tokens only.  Adapters 6 x tokens x rank x (in + out): forward, gradients of
@@ -44,7 +44,7 @@ def numpy_peak(spec: Spec) -> dict[str, Any]:
     """The float32 GEMM rate of NumPy's BLAS."""
     import numpy as np
 
-    n = 256 if spec.shape == "tiny" else 2048
+    n = spec.gemm_size
     a = np.random.default_rng(0).standard_normal((n, n), np.float32)
     out = np.empty_like(a)
     return {"of": "numpy float32", "gflops": best_rate(lambda: np.matmul(a, a, out=out), n)}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from run.bench_count import best_rate, decode_rate, peak_mb
 from run.bench_work import LEARNING_RATE, Row, Spec, result
@@ -19,7 +19,7 @@ def load_base(spec: Spec) -> Any:
     torch.set_num_threads(spec.threads)
     torch.set_float32_matmul_precision("medium" if spec.dtype == "medium" else "highest")
     dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
-    return LlamaForCausalLM.from_pretrained(spec.base, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(spec.base, dtype=dtype).eval()
 
 
 def load(spec: Spec, *, trainable: bool = True) -> Any:
@@ -114,7 +114,7 @@ def measure_load(spec: Spec) -> dict[str, Any]:
 
 def torch_peak(spec: Spec) -> dict[str, Any]:
     """The GEMM rate of torch in the setting's dtype."""
-    n = 256 if spec.shape == "tiny" else 2048
+    n = spec.gemm_size
     dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
     a = torch.randn(n, n).to(dtype)
     return {"of": f"torch {spec.dtype}", "gflops": best_rate(lambda: a @ a, n)}

@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 LENGTHS = Path(__file__).parents[2] / "configs" / "bench" / "gsm8k_lengths.json"
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROGRAMS = ("peft-core", "hf-peft")
 WHATS = ("step", "generate", "startup", "length", "rank")
 LEARNING_RATE = 2e-4
 WARM_UP = 1  # steps that compile kernels and touch memory for the first time
+PROMPT = 32  # tokens that are continued with --what generate
 
 Row = tuple[list[int], list[int]]  # input_ids and labels, unshifted, -100 where no loss is taken
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama-shaped model: vocabulary, width, feed-forward width, layers, query heads, key heads."""
+    """The sizes of a model: vocabulary, width, feed-forward width, layers, query heads, key heads.
+
+    ``family``: its model_type, which says how its parts are named and stored.  ``positions``: the longest row that its
+    config.json names; a workload with a longer one raises it.
+    """
 
     vocab: int
     width: int
@@ -30,24 +34,42 @@ class Shape:
     heads: int
     groups: int
     tied: bool
+    family: str = "llama"
+    positions: int = 8192
 
     @property
     def head_dim(self) -> int:
         """K."""
         return self.width // self.heads
 
+    @property
+    def layout(self) -> Any:
+        """The transformer's description of the family."""
+        from transformer.families import FAMILIES  # late: start-up is measured too
+
+        return FAMILIES[self.family]
+
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each linear of a layer, by the path within the layer."""
-        d, f, kv = self.width, self.inner, self.groups * self.head_dim
-        sizes = ((d, d), (kv, d), (kv, d), (d, d), (f, d), (f, d), (d, f))
-        return {f"{'mlp' if i > 3 else 'self_attn'}.{TARGETS[i]}": size for i, size in enumerate(sizes)}
+        stack, d, f, kv = self.layout.stack, self.width, self.inner, self.groups * self.head_dim
+        wide = (d, kv, kv) if len(stack.qkv) == 3 else (d + 2 * kv,)
+        attention = dict(zip(stack.qkv, ((n, d) for n in wide), strict=True)) | {stack.attention_out: (d, d)}
+        mlp = dict.fromkeys(stack.mlp_in, (f, d)) | {stack.mlp_out: (d, f)}
+        parts = {stack.attention: attention, stack.mlp: mlp}
+        return {f"{part}.{name}": size for part, sizes in parts.items() for name, size in sizes.items()}
+
+    def layer_path(self, layer: int) -> str:
+        """Where a layer's parts are in the model, a dot at the end."""
+        return f"{self.layout.stack.decoder}.{self.layout.stack.layers}.{layer}."
 
 
 SHAPES = {
     "smollm2-135m": Shape(49152, 576, 1536, 30, 9, 3, True),
     "smollm2-360m": Shape(49152, 960, 2560, 32, 15, 5, True),
     "tinyllama-1.1b": Shape(32000, 2048, 5632, 22, 32, 4, False),
+    "gpt2-124m": Shape(50257, 768, 3072, 12, 12, 12, True, "gpt2", 1024),
     "tiny": Shape(256, 64, 128, 2, 4, 2, True),
+    "tiny-gpt2": Shape(256, 64, 256, 2, 4, 4, True, "gpt2", 64),
 }
 
 
@@ -94,8 +116,19 @@ class Spec:
         return batches(self.workload, SHAPES[self.shape].vocab, self.steps + WARM_UP)
 
     def prompts(self, rows: int) -> list[list[int]]:
-        """``rows`` prompts of 32 tokens, to be continued."""
-        return [ids for ids, _ in batches(f"dense-{rows}x32", SHAPES[self.shape].vocab, 1)[0]]
+        """``rows`` prompts, to be continued."""
+        return [ids for ids, _ in batches(f"dense-{rows}x{PROMPT}", SHAPES[self.shape].vocab, 1)[0]]
+
+    @property
+    def positions(self) -> int:
+        """The longest row that the base has to take: of the shape, of the workload, or of what is generated."""
+        longest = max(len(ids) for rows in self.batches() for ids, _ in rows)
+        return max(SHAPES[self.shape].positions, longest, PROMPT + self.new_tokens + 1)
+
+    @property
+    def gemm_size(self) -> int:
+        """n of the n x n product whose rate is the peak: large, except where only a test asks."""
+        return 2048 if SHAPES[self.shape].width > 64 else 256
 
     def to_json(self) -> str:
         """One line."""
