@@ -1,6 +1,6 @@
 """Fine-tune a model with LoRA:  python scripts/finetune.py [CONFIG] [section.key=value ...]
 
-Without CONFIG: a quick start on a tiny model with random weights, made on the spot; nothing is downloaded.
+Without CONFIG: the quick start, on a small pretrained model in configs/quickstart; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from run.config import RunConfig
 from run.config_file import load_config, to_toml
 from run.errors import run_page
 from run.job import Job
-from run.quickstart import quickstart_config
+from run.quickstart import quickstart_config, show_scores
 from run.rundir import RunDir
 from run.signals import StopRequest
 
@@ -46,6 +46,8 @@ def page(argv: Sequence[str]) -> int:
         job.begin()
         job.train()
         job.save()
+        if args.config is None and args.resume is None:
+            show_scores(job)
     return 0
 
 
