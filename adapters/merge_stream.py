@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +13,12 @@ import numpy as np
 from adapters.io import TOKENIZER_FILES, StoredAdapter, other_copies, read_adapter, shape_problems
 from adapters.lora import LowRank, add_delta
 from adapters.merge import MergeReport
+from peft_core.checkpoint import Checkpoint, parse_size, read_json, write_checkpoint
 from peft_core.dtypes import as_dtype, dtype_name, is_float
-from peft_core.errors import AdapterError, ConfigError, ExportError, ModelError, expect
-from peft_core.safetensors_io import SafeFile, atomic_dir, atomic_write, save_file
+from peft_core.errors import AdapterError, ConfigError, ExportError, ModelError, PeftCoreError, expect
+from peft_core.files import atomic_dir, atomic_write
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COPIED = (*TOKENIZER_FILES, "generation_config.json", "added_tokens.json", "preprocessor_config.json", "LICENSE")
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
-
-
-@dataclass
-class Base:
-    """A base directory: where each tensor is."""
-
-    directory: Path
-    files: dict[str, SafeFile]
-    where: dict[str, str]  # tensor name -> file name, in file order
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return tuple(self.files[self.where[name]].shape(name))
-
-    def dtype(self, name: str) -> np.dtype:
-        """Dtype of a tensor."""
-        return self.files[self.where[name]].dtype(name)
-
-    def get(self, name: str) -> np.ndarray:
-        """A tensor, as a read-only view of the file."""
-        return self.files[self.where[name]].get(name)
 
 
 def merge_directory(
@@ -60,63 +36,36 @@ def merge_directory(
     if the result does not verify, ConfigError for a dtype or size that is none.
     """
     target_dtype = _wanted_dtype(dtype)
-    base, limit = read_base(Path(base_dir)), parse_size(max_shard_size)
-    config = _read_json(base.directory / "config.json")
+    base, limit = _opened(Path(base_dir)), parse_size(max_shard_size)
+    config = read_json(base.directory / "config.json")
     stored = _fitted(read_adapter(adapter_dir), base, config)
     report = MergeReport()
     with atomic_dir(out_dir) as building:
-        shards = plan_shards(base, target_dtype, limit)
-        for file_name, names in shards.items():
-            tensors = {name: _output(base, stored, name, target_dtype, report) for name in names}
-            save_file(tensors, building / file_name, metadata={"format": "pt"})
+        sizes = {name: _n_bytes(base, name, target_dtype) for name in base}
+        files = write_checkpoint(building, sizes, lambda name: _output(base, stored, name, target_dtype, report), limit)
         report.finish()
-        if list(shards) != [SINGLE]:
-            atomic_write(building / INDEX, _index(base, shards, target_dtype))
         _copy_others(base.directory, building, config, target_dtype)
-        _verify(base, building, shards, target_dtype)
+        _verify(base, building, files, target_dtype)
     return report
 
 
 # ---------------------------------------------------------------------- the base
 
 
-def read_base(directory: Path) -> Base:
-    """The tensors of ``model.safetensors``, or of the files that the index names.  Raises ModelError listing faults."""
-    expect(directory.is_dir(), ModelError, f"{directory} is not a directory", expected="a base model's directory")
-    index = directory / INDEX
-    if index.is_file():
-        table = _read_json(index).get("weight_map", {})
-        expect(table and isinstance(table, dict), ModelError, f"{index} has no weight_map",
-               expected="a table from tensor to file")  # fmt: skip
-    else:
-        single = directory / SINGLE
-        expect(single.is_file(), ModelError, f"{directory} has neither {SINGLE} nor {INDEX}",
-               expected="safetensors weights", fix="Convert other weight files first.")  # fmt: skip
-        table = dict.fromkeys(SafeFile(single).keys(), SINGLE)
-    absent = sorted({name for name in table.values() if not (directory / name).is_file()})
-    expect(not absent, ModelError, f"{directory} lacks {absent}", expected="every file its index names")
-    files = {name: SafeFile(directory / name) for name in dict.fromkeys(table.values())}
-    lost = [name for name, file in table.items() if name not in set(files[file].keys())]
-    expect(not lost, ModelError, f"{directory}: tensors {lost[:5]} are not in the file that the index names",
-           expected="an index that fits its files")  # fmt: skip
-    return Base(directory, files, table)
+def _opened(directory: Path, error: type[PeftCoreError] = ModelError) -> Checkpoint:
+    """The tensors of a directory whose index and shards agree.  Raises ``error`` with every disagreement."""
+    opened = Checkpoint(directory)
+    if opened.problems:
+        raise error(
+            f"{directory}: index and shards disagree in {len(opened.problems)} places; nothing was written; "
+            "expected an index that fits its files:\n  " + "\n  ".join(opened.problems[:40])
+        )
+    return opened
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    expect(path.is_file(), ModelError, f"{path} does not exist", expected="a base model's directory with it")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            f"{path} is not valid JSON ({error}); expected the file of a base model. Fetch it again."
-        ) from error
-    expect(isinstance(values, dict), ModelError, f"{path} holds {type(values).__name__}", expected="a JSON object")
-    return dict(values)
-
-
-def _fitted(stored: StoredAdapter, base: Base, config: dict[str, Any]) -> StoredAdapter:
+def _fitted(stored: StoredAdapter, base: Checkpoint, config: dict[str, Any]) -> StoredAdapter:
     """The adapter under the base's names, after every check that needs no numbers."""
-    matrices = {name.removesuffix(".weight") for name in base.where if name.endswith(".weight")}
+    matrices = {name.removesuffix(".weight") for name in base if name.endswith(".weight")}
     stored = stored.renamed(matrices)
     problems = list(stored.problems)
     transposed = _is_transposed(stored, base)
@@ -132,7 +81,7 @@ def _fitted(stored: StoredAdapter, base: Base, config: dict[str, Any]) -> Stored
             problems.append(f"{path}.weight is {dtype_name(own)}: quantized weights do not merge")
         if config.get("tie_word_embeddings") and path.rsplit(".", 1)[-1] in ("lm_head", "embed_out"):
             problems.append(f"{path} is tied to the embedding (tie_word_embeddings): merging would change both")
-    problems += other_copies(stored, lambda path: base.get(f"{path}.weight") if path in matrices else None)
+    problems += other_copies(stored, lambda path: base[f"{path}.weight"] if path in matrices else None)
     expect(stored.pairs or problems, AdapterError, f"{stored.directory} has no LoRA tensors", expected="some")
     if problems:
         raise AdapterError(
@@ -145,12 +94,12 @@ def _fitted(stored: StoredAdapter, base: Base, config: dict[str, Any]) -> Stored
     return stored
 
 
-def _is_transposed(stored: StoredAdapter, base: Base) -> bool:
+def _is_transposed(stored: StoredAdapter, base: Checkpoint) -> bool:
     """Whether the base stores its weights (I, O): what the shapes say; the config decides where all are square."""
     for path, (a, b) in stored.pairs.items():
         name = f"{path}.weight"
         out_in = (b.shape[0], a.shape[-1])
-        if name in base.where and out_in[0] != out_in[1] and base.shape(name) in (out_in, out_in[::-1]):
+        if name in base and out_in[0] != out_in[1] and base.shape(name) in (out_in, out_in[::-1]):
             return base.shape(name) != out_in
     return stored.config.fan_in_fan_out
 
@@ -158,9 +107,11 @@ def _is_transposed(stored: StoredAdapter, base: Base) -> bool:
 # ---------------------------------------------------------------------- the result
 
 
-def _output(base: Base, stored: StoredAdapter, name: str, dtype: np.dtype | None, report: MergeReport) -> np.ndarray:
+def _output(
+    base: Checkpoint, stored: StoredAdapter, name: str, dtype: np.dtype | None, report: MergeReport
+) -> np.ndarray:
     """One tensor of the result."""
-    old = base.get(name)
+    old = base[name]
     path = name.removesuffix(".weight")
     to = dtype if dtype is not None and is_float(old.dtype) else old.dtype
     if not name.endswith(".weight") or path not in stored.pairs:
@@ -180,32 +131,10 @@ def _output(base: Base, stored: StoredAdapter, name: str, dtype: np.dtype | None
     return new
 
 
-def plan_shards(base: Base, dtype: np.dtype | None, limit: int) -> dict[str, list[str]]:
-    """File name -> tensor names, in the base's order, each file at most ``limit`` bytes (one larger tensor alone)."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name in base.where:
-        size = _n_bytes(base, name, dtype)
-        if groups[-1] and filled + size > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
-
-
-def _n_bytes(base: Base, name: str, dtype: np.dtype | None) -> int:
+def _n_bytes(base: Checkpoint, name: str, dtype: np.dtype | None) -> int:
     own = base.dtype(name)
     to = dtype if dtype is not None and is_float(own) else own
     return int(np.prod(base.shape(name), dtype=np.int64)) * to.itemsize
-
-
-def _index(base: Base, shards: dict[str, list[str]], dtype: np.dtype | None) -> str:
-    total = sum(_n_bytes(base, name, dtype) for name in base.where)
-    table = {name: file for file, names in shards.items() for name in names}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}, indent=2) + "\n"
 
 
 def _copy_others(source: Path, out: Path, config: dict[str, Any], dtype: np.dtype | None) -> None:
@@ -222,7 +151,7 @@ def _copy_others(source: Path, out: Path, config: dict[str, Any], dtype: np.dtyp
     described, template = out / "tokenizer_config.json", out / "chat_template.jinja"
     if not described.is_file():
         return
-    settings = _read_json(described)
+    settings = read_json(described)
     if template.is_file() and "chat_template" not in settings:
         settings["chat_template"] = template.read_text(encoding="utf-8")
         atomic_write(described, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -230,19 +159,19 @@ def _copy_others(source: Path, out: Path, config: dict[str, Any], dtype: np.dtyp
         atomic_write(template, settings["chat_template"])
 
 
-def _verify(base: Base, out: Path, shards: dict[str, list[str]], dtype: np.dtype | None) -> None:
+def _verify(base: Checkpoint, out: Path, files: list[str], dtype: np.dtype | None) -> None:
     """What was written is what was meant: same names and shapes as the base, the dtypes asked for, no stray file."""
-    written = read_base(out)
-    expect(set(written.where) == set(base.where), ExportError, f"{out} holds {len(written.where)} tensors",
-           expected=f"the {len(base.where)} names of the base")  # fmt: skip
-    for name in base.where:
+    written = _opened(out, ExportError)
+    expect(set(written) == set(base), ExportError, f"{out} holds {len(written)} tensors",
+           expected=f"the {len(base)} names of the base")  # fmt: skip
+    for name in base:
         own = base.dtype(name)
         to = dtype if dtype is not None and is_float(own) else own
         same = written.shape(name) == base.shape(name) and written.dtype(name) == to
         expect(same, ExportError, f"{name} was written as {dtype_name(written.dtype(name))} {written.shape(name)}",
                expected=f"{dtype_name(to)} {base.shape(name)}")  # fmt: skip
-    files = {path.name for path in out.glob("*.safetensors")}
-    expect(files == set(shards), ExportError, f"{out} holds {sorted(files)}", expected=f"{sorted(shards)}")
+    found = sorted(path.name for path in out.glob("*.safetensors"))
+    expect(found == sorted(files), ExportError, f"{out} holds {found}", expected=f"{sorted(files)}")
 
 
 def _wanted_dtype(dtype: Any) -> np.dtype | None:
@@ -254,12 +183,3 @@ def _wanted_dtype(dtype: Any) -> np.dtype | None:
         raise ConfigError(f"dtype is {dtype!r}; expected auto, bfloat16, float16 or float32.") from error
     expect(is_float(wanted), ConfigError, f"dtype is {dtype!r}", expected="auto, bfloat16, float16 or float32")
     return wanted
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes meant by 5000000 or "5GB" (KB, MB, GB decimal; KiB, MiB, GiB binary).  Raises ConfigError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    good = found is not None and found[2].upper() in _UNITS and float(found[1]) > 0
-    expect(good, ConfigError, f"max_shard_size is {size!r}", expected='a size such as "5GB"')
-    assert found is not None
-    return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))

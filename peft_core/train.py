@@ -79,9 +79,9 @@ def fit(
 
     ``schedule(i)`` scales each group's "initial_lr".  ``state`` continues a run and is updated in place.
     ``should_stop()`` is asked before each micro-batch; the state then returned continues in mid-step, with the
-    gradients so far in ``.grad``.  A batch may have ``n_tokens`` (else its labelled tokens count).
-    Raises DataError for a step without labelled tokens and DivergedError for a NaN or infinity, before a parameter
-    is touched; ConfigError where optimizer or state do not belong to the model.
+    gradients so far in ``.grad``.  A batch may have ``n_tokens`` (else its labelled tokens count), and ``rows``, the
+    numbers by which errors name its rows.  Raises DataError for a step without labelled tokens and DivergedError for a
+    NaN or infinity, before a parameter is touched; ConfigError where optimizer or state do not belong to the model.
     """
     state = TrainState() if state is None else state
     _check_start(model, optimizer, state)
@@ -196,7 +196,7 @@ def _check_gradients(norm: float, model: Module, state: TrainState, batches: Seq
         return
     bad = [name for name, p in model.named_parameters()
            if p._grad is not None and not bool(xp_of(p._grad).isfinite(p._grad).all())]  # fmt: skip
-    rows = [r for batch in batches for r in getattr(batch, "rows", ())]
+    rows = [r for batch in batches for r in getattr(batch, "rows", None) or ()]
     which = f", rows {_some(rows)}" if rows else ""
     expect(False, DivergedError,
            f"the gradient norm is {norm} in step {state.step + 1} (micro-batches 1 to {len(batches)}{which}), "

@@ -19,13 +19,14 @@ class Batch:
 
     ids (N,): the tokens.  targets (N,): at each token the id that should follow, -100 where no loss is taken.
     positions (N,): place of a token in its own row.  cu_seqlens (B+1,): row b is cu_seqlens[b] ... cu_seqlens[b+1].
-    All int64 NumPy arrays.
+    All int64 NumPy arrays.  ``rows``: the B numbers of the rows in their dataset, by which errors name them, or None.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     positions: np.ndarray
     cu_seqlens: np.ndarray
+    rows: tuple[int, ...] | None = None
 
     @staticmethod
     def from_rows(rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from peft_core.checkpoint import read_json
 from peft_core.errors import ModelError, expect
 from transformer.families import Family, family_of
 
@@ -133,14 +133,7 @@ class ModelConfig:
     def from_pretrained(directory: str | os.PathLike) -> ModelConfig:
         """The config.json of a model directory.  Raises ModelError if it is missing, not JSON, or not understood."""
         path = Path(directory) / "config.json"
-        expect(path.is_file(), ModelError, f"{path} does not exist", expected="the config.json of a model directory",
-               fix="Check the path, or download the model's config.json too.")  # fmt: skip
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"{path} is not valid JSON ({error}); expected an object. Download it again.") from error
-        expect(isinstance(raw, dict), ModelError, f"{path} holds a {type(raw).__name__}", expected="a JSON object")
-        config = ModelConfig.from_dict(raw, str(path))
+        config = ModelConfig.from_dict(read_json(path), str(path))
         config.name_or_path = str(directory)
         return config
 

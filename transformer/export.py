@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from peft_core.backend import Array
+from peft_core.checkpoint import INDEX, SINGLE, parse_size, write_checkpoint
 from peft_core.dtypes import dtype_name
-from peft_core.errors import ConfigError, ExportError, expect
+from peft_core.errors import ExportError, expect
 from peft_core.files import atomic_dir
-from peft_core.safetensors_io import save_file
-from transformer.load import INDEX, SINGLE
 from transformer.model import CausalLM
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -32,10 +30,11 @@ def save_pretrained(model: CausalLM, path: str | os.PathLike, max_shard_size: in
     base's checkpoint (an adapter: merge first), ConfigError for a size that is not understood, FileError where the
     system refuses.
     """
-    limit = _bytes_of(max_shard_size)
+    limit = parse_size(max_shard_size)
     tensors = _tensors(model)
+    sizes = {name: array.nbytes for name, array in tensors.items()}
     with _target(Path(path)) as directory:
-        _write_weights(tensors, directory, limit)
+        write_checkpoint(directory, sizes, tensors.__getitem__, limit)
         config = json.dumps(_config(model, tensors), indent=2, ensure_ascii=False) + "\n"
         (directory / "config.json").write_text(config, encoding="utf-8")
         if model.source.directory is not None:
@@ -75,33 +74,6 @@ def _config(model: CausalLM, tensors: dict[str, Array]) -> dict[str, Any]:
     raw = model.config.to_dict()
     keys = [key for key in ("dtype", "torch_dtype") if key in raw] or ["torch_dtype"]
     return {**raw, **dict.fromkeys(keys, dtype)}
-
-
-def _bytes_of(size: int | str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", str(size).upper())
-    value = float(found[1]) * _UNITS[found[2] or ""] if found else 0
-    expect(value >= 1, ConfigError, f"max_shard_size is {size!r}", expected="bytes, or a text such as '5GB' or '500MB'")
-    return int(value)
-
-
-def _write_weights(tensors: dict[str, Array], directory: Path, limit: int) -> None:
-    shards: list[dict[str, Array]] = [{}]
-    room = limit
-    for name, array in tensors.items():
-        if array.nbytes > room and shards[-1]:
-            shards.append({})
-            room = limit
-        shards[-1][name] = array
-        room -= array.nbytes
-    if len(shards) == 1:
-        save_file(tensors, directory / SINGLE)
-        return
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, directory / name)
-    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    index = {"metadata": {"total_size": sum(a.nbytes for a in tensors.values())}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from peft_core.backend import as_device, to_device
+from peft_core.checkpoint import Checkpoint, read_json
 from peft_core.dtypes import as_dtype, dtype_name, float16, is_float
-from peft_core.errors import FileError, ModelError, expect
-from peft_core.safetensors_io import SafeFile
+from peft_core.errors import ModelError, expect
 from transformer.config import ModelConfig
 from transformer.hub import resolve_directory
 from transformer.model import CausalLM, Source
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _COMPARE_BYTES = 1 << 24
 
@@ -49,7 +45,7 @@ def from_pretrained(path: str | os.PathLike, dtype: Any = "auto", device: Any = 
     if extra:
         _notice(f"{directory}: {len(extra)} buffers that follow from the config are not used ({next(iter(extra))})")
     model.source = Source(directory, extra, tied_head)
-    model.generation_config = _json(directory / "generation_config.json") or {}
+    model.generation_config = read_json(directory / "generation_config.json", {})
     return model.eval()  # type: ignore[return-value]
 
 
@@ -67,113 +63,6 @@ class AutoModelForCausalLM:
         """See ``transformer.from_pretrained``; torch_dtype and device_map (one device) are other names for the two."""
         chosen = dtype if torch_dtype is None else str(torch_dtype)
         return from_pretrained(path, dtype=chosen, device=device if device_map is None else device_map)
-
-
-# ------------------------------------------------------------------------------------------------ files
-
-
-def checkpoint_files(path: str | os.PathLike) -> list[Path]:
-    """The safetensors files that hold the weights of a model directory, in order: one, or the shards of the index.
-
-    Raises ModelError if there are none, or naming every shard of the index that is missing.
-    """
-    directory = Path(path)
-    if (directory / SINGLE).exists():
-        return [directory / SINGLE]
-    if not (directory / INDEX).exists():
-        raise ModelError(_no_weights(directory))
-    files = [directory / name for name in dict.fromkeys(_weight_map(directory).values())]
-    missing = [file.name for file in files if not file.exists()]
-    expect(not missing, ModelError, f"{directory} lacks {len(missing)} of {len(files)} shards: {', '.join(missing)}",
-           expected=f"every file that {INDEX} names", fix="Download the missing files.")  # fmt: skip
-    return files
-
-
-def _no_weights(directory: Path) -> str:
-    other = sorted(p.name for p in directory.glob("*.bin")) or sorted(p.name for p in directory.glob("*.safetensors"))
-    text = f"{directory} has neither {SINGLE} nor {INDEX}; expected one of them."
-    if any(name.endswith(".bin") for name in other):
-        return (f"{text} It has {', '.join(other[:4])}, pickles that are not read here: convert them once with "
-                "transformers, from_pretrained(...).save_pretrained(..., safe_serialization=True).")  # fmt: skip
-    if other:
-        return f"{text} It has {', '.join(other[:4])}: the index that names these files is missing; download it."
-    return f"{text} Download the model's weights."
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); expected an object. Download it again.") from error
-    expect(isinstance(content, dict), ModelError, f"{path} holds a {type(content).__name__}", expected="a JSON object")
-    return dict(content)
-
-
-def _weight_map(directory: Path) -> dict[str, str]:
-    names = (_json(directory / INDEX) or {}).get("weight_map")
-    good = isinstance(names, dict) and names and all(isinstance(v, str) and Path(v).name == v for v in names.values())
-    expect(good, ModelError, f"{directory / INDEX} has no usable weight_map",
-           expected="an object: tensor name -> file name in the same directory", fix="Download it again.")  # fmt: skip
-    return dict(names or {})
-
-
-class Checkpoint(Mapping[str, np.ndarray]):
-    """The tensors of a model directory by name, mapped.  Only headers are read until a tensor is asked for.
-
-    ``problems``: disagreements between the index and its shards, for the one report of all.  Raises ModelError and
-    FileError for files that are missing or are not safetensors.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.problems = directory, list[str]()
-        files = checkpoint_files(directory)
-        opened = _opened(files)
-        self._where = {name: file for file in opened for name in file}
-        if files[0].name == SINGLE:
-            return
-        index = _weight_map(directory)
-        shards = {file.path.name: file for file in opened}
-        for name, shard in index.items():
-            if name not in shards[shard]:
-                self.problems.append(f"missing     {name}: {INDEX} places it in {shard}, which does not hold it")
-        unlisted = [name for file in opened for name in file if name not in index]
-        for name in unlisted:
-            self.problems.append(f"unexpected  {name}: in {self._where[name].path.name}, but not in {INDEX}")
-        self._where = {name: shards[shard] for name, shard in index.items() if name in shards[shard]}
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._where[name].get(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header."""
-        return self._where[name].shape(name)
-
-    def dtype(self, name: str) -> np.dtype:
-        """Element type of a tensor, from the header."""
-        return self._where[name].dtype(name)
-
-
-def _opened(files: list[Path]) -> list[SafeFile]:
-    """All files, or one error with what is wrong in each of them."""
-    opened, faults = [], []
-    for file in files:
-        try:
-            opened.append(SafeFile(file))
-        except FileError as error:
-            faults.append(error)
-    if len(faults) == 1:
-        raise faults[0]
-    if faults:
-        raise ModelError(f"{len(faults)} of {len(files)} weight files cannot be read:\n" + "\n".join(map(str, faults)))
-    return opened
 
 
 # ------------------------------------------------------------------------------------------------ config and weights

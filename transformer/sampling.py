@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import numpy as np
@@ -33,7 +34,7 @@ def shuffled(n: int, seed: int, stream: int) -> Order:
 
 
 class Steps(Sequence[list[Batch]]):
-    """``steps[i]`` is the list of micro-batches of optimizer step i.
+    """``steps[i]`` is the list of micro-batches of optimizer step i, each with the indices of its ``rows``.
 
     With ``batch_size``, a step has ``batch_size * gradient_accumulation_steps`` rows in micro-batches of batch_size.
     With ``max_tokens_per_step``, it has as many rows as fit, divided into at most ``gradient_accumulation_steps``
@@ -159,7 +160,10 @@ class Steps(Sequence[list[Batch]]):
     def __getitem__(self, step: int | slice) -> list[Batch] | list[list[Batch]]:
         if isinstance(step, slice):
             return [self[i] for i in range(*step.indices(len(self)))]
-        return [Batch.from_rows([self.rows[int(i)] for i in micro]) for micro in self.row_indices(step)]
+        return [self._batch(tuple(micro.tolist())) for micro in self.row_indices(step)]
+
+    def _batch(self, rows: tuple[int, ...]) -> Batch:
+        return replace(Batch.from_rows([self.rows[i] for i in rows]), rows=rows)
 
 
 def batches(rows: Rows, batch_size: int = 8) -> Iterator[Batch]:

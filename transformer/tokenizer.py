@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from peft_core.checkpoint import read_json
 from peft_core.errors import ConfigError, DataError, FileError, expect
 from transformer.chat import plain_messages, plain_tools, render_chat
 from transformer.hub import resolve_directory
-from transformer.tokenizer_files import load_backend, read_json, read_templates, save_files
+from transformer.tokenizer_files import load_backend, read_templates, save_files
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 Offsets = list[tuple[int, int]]
@@ -93,8 +94,8 @@ class Tokenizer:
         directory = resolve_directory(path)
         backend = load_backend(directory)
         config = {
-            **read_json(directory / "special_tokens_map.json"),
-            **read_json(directory / "tokenizer_config.json"),
+            **read_json(directory / "special_tokens_map.json", {}),
+            **read_json(directory / "tokenizer_config.json", {}),
         }
         return cls(directory, backend, config, read_templates(directory, config))
 

@@ -63,18 +63,6 @@ def load_backend(directory: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``, {} where there is no such file.  Raises FileError."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FileError(f"{file} is not valid JSON ({error}); expected an object. Download it again.") from error
-    expect(isinstance(content, dict), FileError, f"{file} holds a {type(content).__name__}", expected="an object")
-    return dict(content)
-
-
 def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name; a ``chat_template.jinja`` file wins over the config, as in transformers."""
     value = config.get("chat_template")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from adapters import LoraConfig
 from peft_core import dtypes
 from peft_core.backend import Device, as_device, to_device
-from peft_core.errors import ConfigError, FileError
+from peft_core.checkpoint import read_json
+from peft_core.errors import ConfigError
 from run.config import LoraSection, ModelSection
 from transformer.hub import resolve_directory
 from transformer.tokenizer import AutoTokenizer, Tokenizer
@@ -37,15 +37,8 @@ def stop_ids(directory: Path, tokenizer: Tokenizer) -> list[int]:
     """The ids that end an answer: generation_config.json, config.json and the tokenizer may each name some."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        if file.is_file():
-            try:
-                value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError) as error:
-                raise FileError(
-                    f"{file} is not valid JSON ({error}); expected an object. Download it again."
-                ) from error
-            found += value if isinstance(value, list) else [value]
+        value = read_json(directory / name, {}).get("eos_token_id")
+        found += value if isinstance(value, list) else [value]
     return list(dict.fromkeys(int(i) for i in [*found, tokenizer.eos_token_id] if i is not None))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from adapters import inject_adapter, save_adapter
 from peft_core import random
 from peft_core.backend import peak_rss_bytes
+from peft_core.checkpoint import checkpoint_files
 from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError
 from peft_core.files import atomic_dir, atomic_write
 from peft_core.optim import AdamW, schedule
@@ -28,7 +29,7 @@ from run.session import Session
 from run.signals import StopRequest
 from transformer.config import ModelConfig
 from transformer.generate import generate
-from transformer.load import checkpoint_files, from_pretrained
+from transformer.load import from_pretrained
 
 
 class Job:

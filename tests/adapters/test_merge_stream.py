@@ -6,7 +6,6 @@ import pytest
 
 from adapters import LoraConfig, get_peft_model, merge_directory, merge_stream
 from adapters.merge import merge
-from adapters.merge_stream import parse_size, read_base
 from peft_core.errors import AdapterError, ConfigError, ExportError, FileError, ModelError
 from peft_core.safetensors_io import load_file, save_file
 from support.adapter_models import TinyModel, logits, randomize
@@ -179,31 +178,32 @@ def test_faults_of_the_base(tmp_path):
     index = base / "model.safetensors.index.json"
     table = json.loads(index.read_text())
     first = next(iter(table["weight_map"]))
-    index.write_text(json.dumps({"weight_map": {**table["weight_map"], "ghost": table["weight_map"][first]}}))
-    with pytest.raises(ModelError, match=r"tensors \['ghost'\] are not in the file"):
-        merge_directory(base, adapter, tmp_path / "out")
-    index.write_text(json.dumps(table))
-    (base / table["weight_map"][first]).rename(base / "gone")
-    with pytest.raises(ModelError, match=r"lacks \['model-00001"):
-        merge_directory(base, adapter, tmp_path / "out")
-    index.unlink()
-    with pytest.raises(ModelError, match=r"has neither model.safetensors nor"):
-        read_base(base)
-    (base / "config.json").unlink()
-    (base / "gone").rename(base / "model.safetensors")
-    with pytest.raises(ModelError, match=r"config.json does not exist"):
-        merge_directory(base, adapter, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [("{", "is not valid JSON"), ("[]", "holds list; expected a JSON object"), ("{}", "has no weight_map")],
-)
-def test_a_damaged_index(tmp_path, content, text):
-    base, adapter, _ = make(tmp_path)
-    (base / "model.safetensors.index.json").write_text(content)
+    shard = table["weight_map"].pop(first)
+    index.write_text(json.dumps({"weight_map": {**table["weight_map"], "ghost": shard}}))
+    text = rf"index and shards disagree in 2 places; nothing was written; .*\n.* ghost: .*\n.* {first}: in {shard}, but"
     with pytest.raises(ModelError, match=text):
         merge_directory(base, adapter, tmp_path / "out")
+    (base / shard).unlink()
+    with pytest.raises(ModelError, match=f"lacks 1 of 2 shards: {shard}"):
+        merge_directory(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_without_a_config(tmp_path):
+    base, adapter, _ = make(tmp_path)
+    (base / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config.json does not exist; expected the config.json of a model directory"):
+        merge_directory(base, adapter, tmp_path / "out")
+
+
+def test_a_single_file_wins_over_an_index(tmp_path):
+    base, adapter, _ = make(tmp_path, shards=2)
+    single = {name: -array for name, array in everything(base).items()}
+    save_file(single, base / "model.safetensors")
+    report = merge_directory(base, adapter, tmp_path / "out")
+    merged = everything(tmp_path / "out")
+    assert set(merged) == set(single)
+    assert all(np.array_equal(merged[name], single[name]) for name in single if name not in report.changed)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +224,22 @@ def test_the_result_is_verified_before_it_appears(tmp_path, monkeypatch, damage,
         damage(tensors)
         save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(merge_stream, "save_file", wrong)
+    monkeypatch.setattr("peft_core.checkpoint.save_file", wrong)
     with pytest.raises(ExportError, match=text):
         merge_directory(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_that_do_not_fit_their_index_do_not_verify(tmp_path, monkeypatch):
+    base, adapter, _ = make(tmp_path)
+
+    def wrong(tensors, path, metadata=None):
+        save_file({name: a for name, a in tensors.items() if name != "lm_head.weight"}, path, metadata)
+
+    monkeypatch.setattr("peft_core.checkpoint.save_file", wrong)
+    text = r"disagree in 1 places; nothing was written; .*\n  missing     lm_head.weight"
+    with pytest.raises(ExportError, match=text):
+        merge_directory(base, adapter, tmp_path / "out", max_shard_size="2KB")
     assert not (tmp_path / "out").exists()
 
 
@@ -272,13 +285,6 @@ def test_a_missing_prefix_is_mapped(tmp_path):
     assert all(
         np.array_equal(a, want.get(f"model.{n}", want.get(n)).data) for n, a in everything(tmp_path / "out").items()
     )
-
-
-def test_sizes_and_dtypes():
-    assert parse_size("5GB") == 5 * 10**9 and parse_size("1.5 MiB") == 1536 * 1024 and parse_size(100) == 100
-    for wrong in ("five", "0GB", "5XB", -3):
-        with pytest.raises(ConfigError, match="max_shard_size is"):
-            parse_size(wrong)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "nonsense"])

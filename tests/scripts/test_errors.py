@@ -267,7 +267,7 @@ def test_a_loss_that_is_not_finite(lab, monkeypatch):
     check(
         done,
         6,
-        "diverged: the loss is nan in step 5",
+        "diverged: the loss is nan in step 5, micro-batch 2 of 2 (rows ",
         f"Rows of this step: {lab.data}:",
         f"Last finite checkpoint: {last}.",
     )

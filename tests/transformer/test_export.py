@@ -6,12 +6,12 @@ import warnings
 import numpy as np
 import pytest
 
+from peft_core.checkpoint import Checkpoint
 from peft_core.errors import ConfigError, ExportError
 from peft_core.nn import Linear, Module
 from peft_core.safetensors_io import load_file
 from support.tiny_models import LLAMA3, ragged_rows, tiny_config, tiny_tensors, write_tiny, write_weights
 from transformer import from_pretrained, save_pretrained
-from transformer.load import Checkpoint
 
 
 def _names(directory):
@@ -145,7 +145,7 @@ def test_an_adapted_model_is_refused(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("size", ["5 parsecs", 0, "-1GB"])
-def test_sizes_that_are_not_understood(tmp_path, size):
-    with pytest.raises(ConfigError, match=r"max_shard_size is .*; expected bytes, or a text such as '5GB'"):
-        save_pretrained(from_pretrained(write_tiny(tmp_path / "base")), tmp_path / "saved", max_shard_size=size)
+def test_a_size_that_is_not_understood(tmp_path):
+    with pytest.raises(ConfigError, match="max_shard_size is '5 parsecs'"):
+        save_pretrained(from_pretrained(write_tiny(tmp_path / "base")), tmp_path / "saved", max_shard_size="5 parsecs")
+    assert not (tmp_path / "saved").exists()

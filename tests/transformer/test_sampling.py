@@ -54,6 +54,17 @@ def test_max_steps_goes_round_and_overrides_epochs():
         steps[6]
 
 
+def test_batches_name_their_rows():
+    for options in ({"batch_size": 2}, {"max_tokens_per_step": 20}):
+        steps = Steps(ROWS, **options, gradient_accumulation_steps=2, num_epochs=2)
+        for i, step in enumerate(steps):
+            assert [batch.rows for batch in step] == [tuple(part.tolist()) for part in steps.row_indices(i)]
+            for batch in step:
+                assert [type(row) for row in batch.rows] == [int] * batch.n_rows
+                starts = batch.ids[batch.cu_seqlens[:-1]].tolist()  # every token of row i is i
+                assert starts == list(batch.rows)
+
+
 def test_items_are_batches():
     steps = Steps(ROWS, 2, gradient_accumulation_steps=2, num_epochs=1)
     assert sum(batch.n_tokens for step in steps for batch in step) == sum(len(ids) for ids, _ in ROWS)
