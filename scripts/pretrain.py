@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -23,14 +24,18 @@ from peft_core.training_state import load_training_state, save_training_state
 from run.errors import Interrupted, run_page
 from run.progress import Interval, Screen, clock, count
 from run.signals import StopRequest
+from run.story_check import new_sentences, sampled_sentences
 from run.story_model import SHAPE, StorySteps, random_model, train_tokenizer, write_tokenizer
 from transformer.export import save_pretrained
+from transformer.load import from_pretrained
 from transformer.model import CausalLM
+from transformer.tokenizer import AutoTokenizer
 
 STEPS, DOCUMENTS, WARMUP, RATE, SEED = 3000, 16, 100, 2e-3, 0
 FALL = 0.3  # share of the steps over which the learning rate falls
 HELD_OUT_SEED, FIRST = 3, 50
 HOME = Path("configs/quickstart")
+FACTS = "pretrain.json"
 
 
 def rate(step: int, total: int) -> float:
@@ -41,10 +46,15 @@ def rate(step: int, total: int) -> float:
     return min(1.0, (step + 1) / WARMUP, (total - step) / (FALL * total))
 
 
+def loss(model: CausalLM, batch: Any) -> Any:
+    """(sum of losses, labelled tokens) of a batch."""
+    return model.loss(batch)
+
+
 class Pretraining:
     """One run: model, optimizer, its place in the text, its losses so far."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, n_steps: int, shape: dict[str, Any] = SHAPE) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, n_steps: int, shape: dict[str, Any]) -> None:
         self.backend, self.state = backend, TrainState()
         self.model = random_model(SEED, shape)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
@@ -56,14 +66,10 @@ class Pretraining:
         self.steps = StorySteps(backend, n_steps, DOCUMENTS)
         self.tokens, self.seconds, self.losses = 0, 0.0, list[float]()
 
-    def loss(self, model: CausalLM, batch: Any) -> Any:
-        """(sum of losses, labelled tokens) of a batch."""
-        return model.loss(batch)
-
     def run(self, n_steps: int, **hooks: Any) -> None:
         """fit() up to step ``n_steps``; the learning rate is planned for the whole run."""
         part = StorySteps(self.backend, min(n_steps, len(self.steps)), DOCUMENTS)
-        fit(self.model, part, self.loss, self.optimizer, schedule=lambda step: rate(step, len(self.steps)),
+        fit(self.model, part, loss, self.optimizer, schedule=lambda step: rate(step, len(self.steps)),
             max_grad_norm=1.0, state=self.state, **hooks)  # fmt: skip
 
     def take(self, report: StepReport) -> None:
@@ -72,11 +78,6 @@ class Pretraining:
         self.seconds += report.step_time_s
         if report.step <= FIRST:
             self.losses.append(round(report.loss, 5))
-
-    def held_out(self) -> float:
-        """Loss per token on documents that are never trained on."""
-        batches = [batch for step in StorySteps(self.backend, 8, 16, HELD_OUT_SEED) for batch in step]
-        return evaluate(self.model, batches, self.loss).loss
 
     def save(self, folder: Path) -> None:
         """All that is needed to continue."""
@@ -97,8 +98,10 @@ class Pretraining:
 def page(argv: Sequence[str]) -> int:
     """Tokenizer -> random model -> fit -> a bfloat16 model directory."""
     args = parse(argv)
+    if args.check:
+        return check(args.out)
     backend = read_tokenizer(args.work)
-    run = Pretraining(backend, args.steps)
+    run = Pretraining(backend, args.steps, SHAPE)
     if args.resume:
         run.restore(args.work / "state")
     print(f"model    {count(run.model.num_parameters())} parameters, vocabulary {backend.get_vocab_size()}; step "
@@ -142,17 +145,29 @@ class Watch:
 
 
 def finish(run: Pretraining, out: Path) -> None:
-    """Write the model directory and say what it cost."""
-    loss = run.held_out()
+    """Write the model directory, and what it cost beside it."""
     run.model.to("bfloat16")
     write_tokenizer(out, run.backend)
     save_pretrained(run.model, out)
-    facts = {"tokens": run.tokens, "seconds": round(run.seconds), "steps": run.state.step, "held_out_loss": loss,
-             "parameters": run.model.num_parameters()}  # fmt: skip
-    atomic_write(out.parent / "pretrain.json", json.dumps(facts, indent=2) + "\n")
+    facts = {"parameters": run.model.num_parameters(), "steps": run.state.step, "documents": run.state.step * DOCUMENTS,
+             "tokens": run.tokens, "seconds": round(run.seconds)}  # fmt: skip
+    atomic_write(out.parent / FACTS, json.dumps(facts, indent=2) + "\n")
     size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"done     {out}: {size / 1e6:.2f} MB, held-out loss {loss:.4f}, {run.tokens / 1e6:.2f} M tokens in "
-          f"{clock(run.seconds)}")  # fmt: skip
+    print(f"done     {out}: {size / 1e6:.2f} MB after {run.tokens / 1e6:.2f} M tokens in {clock(run.seconds)}")
+
+
+def check(out: Path, n_sentences: int = 200) -> int:
+    """--check: held-out loss of the model in ``out``, and how much of what it samples is new."""
+    tokenizer, model = AutoTokenizer.from_pretrained(out), from_pretrained(out)
+    batches = [batch for step in StorySteps(tokenizer.backend, 8, DOCUMENTS, HELD_OUT_SEED) for batch in step]
+    result = evaluate(model, batches, loss)
+    print(f"held-out loss {result.loss:.4f} per token, perplexity {result.perplexity:.2f}", flush=True)
+    sampled = sampled_sentences(model, tokenizer, n_sentences)
+    documents = json.loads((out.parent / FACTS).read_text(encoding="utf-8"))["documents"]
+    fresh = list(new_sentences(sampled, documents))
+    print(f"of {len(sampled)} sampled sentences {len(fresh)} stand nowhere in the {documents:,} documents, such as")
+    print(*(f"  {sentence}" for sentence in fresh[:8]), sep="\n")
+    return 0
 
 
 def read_tokenizer(work: Path) -> tokenizers.Tokenizer:
@@ -173,6 +188,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps (default: {STEPS})")
     parser.add_argument("--save-every-s", type=float, default=180, help="seconds between two saved states")
     parser.add_argument("--resume", action="store_true", help="continue the run in --work")
+    parser.add_argument("--check", action="store_true", help="train nothing: measure the model in --out")
     parser.add_argument("--debug", action="store_true", help="tracebacks for expected errors too")
     return parser.parse_args(argv)
 
