@@ -222,8 +222,8 @@ class LoraConfig:
         atomic_write(path / CONFIG_NAME, self.to_json())
 
     def to_json(self) -> str:
-        """The text of ``adapter_config.json``."""
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        """The text of ``adapter_config.json``; patterns keep their order, in which the first that matches counts."""
+        return json.dumps(dict(sorted(self.to_dict().items())), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> LoraConfig:

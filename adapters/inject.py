@@ -39,8 +39,7 @@ def inject(
     match = match_modules(model, config)
 
     def start(path: str, rank: int, layer: Linear | LoraLinear) -> Start:
-        n_out, n_in = layer.weight.shape
-        return starting_values(config.init_lora_weights, rank, n_in, n_out, generator)
+        return starting_values(config.init_lora_weights, rank, layer.in_features, layer.out_features, generator)
 
     return add_adapter(model, config, match, start, adapter_name)
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from adapters.match import (
 from peft_core.backend import to_numpy
 from peft_core.dtypes import dtype_name, is_float
 from peft_core.errors import AdapterError, ConfigError, expect
-from peft_core.nn import Linear, Module
+from peft_core.nn import Conv1D, Linear, Module
 from peft_core.safetensors_io import SafeFile, atomic_dir, save_file
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -72,7 +73,11 @@ class StoredAdapter:
             names = [name.removeprefix(cut) for name in names]
         elif names != "all-linear":
             names = sorted(pairs)  # an expression over the file's paths says nothing about the model's
-        config = dataclasses.replace(self.config, target_modules=names)
+        patterns: dict[str, Any] = {}
+        for key in ("rank_pattern", "alpha_pattern"):  # theirs may name what is cut: each layer gets its own
+            found = {path: pattern_value(getattr(self.config, key), path, None) for path in self.pairs}
+            patterns[key] = {re.escape(add + path[len(cut) :]): v for path, v in found.items() if v is not None}
+        config = dataclasses.replace(self.config, target_modules=names, **patterns)
         copies = {add + path[len(cut) :]: array for path, array in self.copies.items()}
         return dataclasses.replace(self, config=config, pairs=pairs, copies=copies)
 
@@ -172,7 +177,7 @@ def load_adapter(
         match = match_modules(model, stored.config, strict=False)
     except ConfigError as error:
         raise AdapterError(f"{directory} does not fit {model_name(model)}: {error}") from error
-    sizes = {path: tuple(layer.weight.shape) for path, layer in layers.items()}  # (O, I)
+    sizes: dict[str, tuple[int, ...]] = {p: (m.out_features, m.in_features) for p, m in layers.items()}
     names, shapes = _compare(stored, list(match.targets), sizes)
     shapes += other_copies(stored, lambda path: to_numpy(layers[path].weight.data) if path in layers else None)
     if names and not strict:
@@ -256,16 +261,19 @@ def save_adapter(
 ) -> LoraConfig:
     """Write the adapter in PEFT's format and return the config as written.
 
-    The config is kept, except that target_modules is resolved and sorted, and a missing base_model_name_or_path is
-    filled in. A new directory appears as a whole; in an existing one the two files are replaced, others stay.
+    The config is kept, except that target_modules is resolved and sorted, fan_in_fan_out is true just for Conv1D, and a
+    missing base_model_name_or_path is filled in. A new directory appears as a whole; in an existing one the two files
+    are replaced, others stay.
     Raises AdapterError if the model has no such adapter.
     """
-    layers = {path: m.adapters[adapter_name] for path, m in lora_layers(model).items() if adapter_name in m.adapters}
+    adapted = {path: m for path, m in lora_layers(model).items() if adapter_name in m.adapters}
+    layers = {path: m.adapters[adapter_name] for path, m in adapted.items()}
     expect(layers, AdapterError, f"the model has no adapter {adapter_name!r}", expected="an injected or loaded one")
     written = dataclasses.replace(
         described(config, layers),
         target_modules=resolved_targets(model, config, list(layers)),
         base_model_name_or_path=config.base_model_name_or_path or base_model_name_or_path,
+        fan_in_fan_out=any(isinstance(m.base_layer, Conv1D) for m in adapted.values()),
     )
     write_adapter(directory, written, {path: (to_numpy(m.A.data), to_numpy(m.B.data)) for path, m in layers.items()})
     return written

@@ -12,7 +12,7 @@ from peft_core import ops
 from peft_core.backend import Array, device_of, to_device
 from peft_core.dtypes import dtype_name, is_half
 from peft_core.errors import AdapterError, expect
-from peft_core.nn import Linear, Module, Parameter
+from peft_core.nn import Conv1D, Linear, Module, Parameter
 from peft_core.random import default_generator
 from peft_core.tensor import Tensor
 
@@ -80,9 +80,21 @@ class LoraLinear(Module):
             y = ops.add(y, term if term.dtype == y.dtype else ops.astype(term, dtype=y.dtype))
         return y
 
+    def parts(self) -> tuple | None:
+        """(weight, bias, ((A, B, scaling), ...)) of the active adapters for ``nn.project``.
+
+        None where the layer is more than that: dropout in training, or a base that is no plain Linear.
+        """
+        active = [self.adapters[name] for name in self.active]
+        plain = type(self.base_layer) in (Linear, Conv1D) and not any(is_half(a.A.dtype) for a in active)
+        base = self.base_layer.parts()
+        if base is None or not plain or any(a.training and a.dropout for a in active):
+            return None
+        return *base[:2], tuple((a.A, a.B, a.scaling) for a in active)
+
     @property
     def weight(self) -> Parameter:
-        """The base's weight, (O, I)."""
+        """The base's weight, (O, I), of a Conv1D (I, O)."""
         return self.base_layer.weight
 
     @property
@@ -93,17 +105,18 @@ class LoraLinear(Module):
     @property
     def in_features(self) -> int:
         """I."""
-        return int(self.base_layer.weight.shape[1])
+        return self.base_layer.in_features
 
     @property
     def out_features(self) -> int:
         """O."""
-        return int(self.base_layer.weight.shape[0])
+        return self.base_layer.out_features
 
     def delta(self, names: Sequence[str] | None = None) -> Array:
-        """The sum of scaling * B A over ``names`` (default: the active adapters), float32 (O, I)."""
+        """The sum of scaling * B A over ``names`` (default: the active adapters), float32, in the weight's shape."""
         chosen = self.active if names is None else names
-        return sum((self.adapters[name].delta() for name in chosen[1:]), start=self.adapters[chosen[0]].delta())
+        delta = sum((self.adapters[name].delta() for name in chosen[1:]), start=self.adapters[chosen[0]].delta())
+        return delta.T if isinstance(self.base_layer, Conv1D) else delta
 
     def merged(self, names: Sequence[str] | None = None) -> Linear:
         """A new plain Linear with W + delta, rounded once to W's dtype; this layer and its arrays stay as they are."""

@@ -68,13 +68,14 @@ def _fitted(stored: StoredAdapter, base: Checkpoint, config: dict[str, Any]) -> 
     matrices = {name.removesuffix(".weight") for name in base if name.endswith(".weight")}
     stored = stored.renamed(matrices)
     problems = list(stored.problems)
-    transposed = _is_transposed(stored, base)
+    transposed = any(_is_transposed(stored, base, path) for path in stored.pairs)
     for path, (a, b) in stored.pairs.items():
         if path not in matrices:
             problems.append(f"extra key {path}.lora_A/B.weight: the base has no tensor {path}.weight")
             continue
         size = base.shape(f"{path}.weight")
-        problems += shape_problems(path, a, b, size[::-1] if transposed else size) if len(size) == 2 else [
+        out_in = size[::-1] if _is_transposed(stored, base, path) else size
+        problems += shape_problems(path, a, b, out_in) if len(size) == 2 else [
             f"wrong shape {path}: the base's weight is {size}, not a matrix"]  # fmt: skip
         own = base.dtype(f"{path}.weight")
         if not is_float(own):
@@ -94,10 +95,13 @@ def _fitted(stored: StoredAdapter, base: Checkpoint, config: dict[str, Any]) -> 
     return stored
 
 
-def _is_transposed(stored: StoredAdapter, base: Checkpoint) -> bool:
-    """Whether the base stores its weights (I, O): what the shapes say; the config decides where all are square."""
-    for path, (a, b) in stored.pairs.items():
-        name = f"{path}.weight"
+def _is_transposed(stored: StoredAdapter, base: Checkpoint, path: str) -> bool:
+    """Whether the base stores the weight of ``path`` (I, O).
+
+    Its shape says so; a square one is as the others are, and the config decides where all are square.
+    """
+    for other in (path, *stored.pairs):
+        name, (a, b) = f"{other}.weight", stored.pairs[other]
         out_in = (b.shape[0], a.shape[-1])
         if name in base and out_in[0] != out_in[1] and base.shape(name) in (out_in, out_in[::-1]):
             return base.shape(name) != out_in
@@ -123,7 +127,7 @@ def _output(
         return new
     a, b = stored.pairs[path]
     delta = LowRank(a, b, stored.scaling(path)).delta()  # (O, I)
-    delta = delta.T if _is_transposed(stored, base) else delta
+    delta = delta.T if _is_transposed(stored, base, path) else delta
     wide = old.astype(np.float64 if old.dtype == np.float64 else np.float32)
     with np.errstate(over="ignore"):
         new = add_delta(old, delta) if to == old.dtype else add_delta(wide, delta).astype(to)

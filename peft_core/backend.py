@@ -6,6 +6,7 @@ CuPy is imported when a CUDA device is first asked for, never before: until then
 
 from __future__ import annotations
 
+import importlib.util
 import resource
 import sys
 from dataclasses import dataclass
@@ -69,6 +70,23 @@ def _cupy() -> Any:
             "Install the extra 'cuda12' or 'cuda13' of this project."
         ) from error
     return cupy
+
+
+def cupy_or_none() -> Any:
+    """CuPy if it can be imported and sees a CUDA device, else None."""
+    if importlib.util.find_spec("cupy") is None:
+        return None
+    try:
+        cupy = _cupy()
+        return cupy if cupy.cuda.runtime.getDeviceCount() else None
+    except Exception:  # a driver that is missing or too old has many names, and all of them mean: no device
+        return None
+
+
+def cuda_device_count() -> int:
+    """How many CUDA devices this process can use: 0 without CuPy."""
+    cupy = cupy_or_none()
+    return 0 if cupy is None else int(cupy.cuda.runtime.getDeviceCount())
 
 
 def to_device(array: Array, device: str | Device) -> Array:

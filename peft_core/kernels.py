@@ -14,7 +14,8 @@ Calling ``scale_rows(x, w)`` takes the kernel where every float array is a float
 Why not numba's own threads: its pool and the BLAS library's spin against each other for the same cores (a step of one
 second took 35). A worker here sleeps on a lock until it is called, and ``parallel=True`` compiles four times as long.
 Fast-math comes without ``nnan`` and ``ninf``: with them a diverged run shows a finite loss.
-``PEFT_CORE_KERNELS=off`` uses the formulas alone; ``PEFT_CORE_NUM_THREADS`` sets the number of threads.
+``PEFT_CORE_KERNELS=off`` uses the formulas alone, ``PEFT_CORE_BF16=off`` does without the bf16 tiles of ``tiles.py``;
+``PEFT_CORE_NUM_THREADS`` sets the number of threads.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class _Pool:
                 kernel(t, self.size, *args)
             except BaseException as error:
                 self._error = error
+            del kernel, args  # a worker at rest keeps no array alive
             self._done[t].release()
 
     def run(self, kernel: Callable, args: tuple) -> None:
@@ -83,6 +85,7 @@ class _Pool:
             finally:
                 for t in range(1, self.size):
                     self._done[t].acquire()
+                self._job = (None, ())
         if self._error is not None:
             raise self._error
 
@@ -120,7 +123,8 @@ def set_num_threads(n: int) -> None:
     _pool, _pool_pid = _Pool(n), os.getpid()
 
 
-_enabled = os.environ.get("PEFT_CORE_KERNELS", "on").lower() not in {"off", "0", "no"}
+_OFF = {"off", "0", "no"}
+_enabled = os.environ.get("PEFT_CORE_KERNELS", "on").lower() not in _OFF
 
 
 def kernels_enabled() -> bool:
@@ -141,6 +145,37 @@ class use_kernels:
     def __exit__(self, *exc: object) -> None:
         global _enabled
         _enabled = self._before
+
+
+def tiles_supported() -> bool:
+    """True where the bf16 kernels of ``tiles.py`` can be used: AVX512-BF16, kernels on, ``PEFT_CORE_BF16`` not off."""
+    return _enabled and os.environ.get("PEFT_CORE_BF16", "on").lower() not in _OFF and _tiles_run()
+
+
+@functools.cache
+def _tiles_run() -> bool:
+    try:
+        from llvmlite import binding
+
+        features = binding.get_host_cpu_features()
+        if not (features.get("avx512bf16") and features.get("avx512f")):
+            return False
+        from . import tiles
+
+        a, w = np.full(8, 0x3F803F80, np.uint32), np.full(48, 0x40004000, np.uint32)  # pairs of 1.0 and of 2.0
+        c = np.zeros(8 * 48, np.float32)
+        run_kernel(tiles.probe, a, w, c)
+        return bool((c == 4).all())
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        print(f"peft_core: the bf16 tiles cannot be compiled here, plain formulas are used instead "
+              f"({type(error).__name__}: {first})", file=sys.stderr)  # fmt: skip
+        return False
+
+
+def run_kernel(compiled: Callable, *args: Any) -> None:
+    """Run ``compiled(t, T, *args)``, an ``njit(nogil)`` function, on every thread t of the pool's T at once."""
+    _get_pool().run(compiled, args)
 
 
 class _Kernel:

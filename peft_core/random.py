@@ -27,6 +27,11 @@ class Generator:
     def __init__(self, seed: int = 0) -> None:
         self.seed, self.counter = int(seed), 0
 
+    def manual_seed(self, seed: int) -> Generator:
+        """Restart from ``seed`` and return self."""
+        self.seed, self.counter = int(seed), 0
+        return self
+
     def key(self) -> int:
         """The next 64-bit key."""
         self.counter += 1

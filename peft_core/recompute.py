@@ -17,12 +17,15 @@ from .nn.module import Module
 from .tensor import Tensor
 
 
-def recompute(block: Callable[..., Any], *inputs: Any, parameters: Iterable[Tensor] | None = None) -> Tensor:
+def recompute(
+    block: Callable[..., Any], *inputs: Any, parameters: Iterable[Tensor] | None = None, traced: bool = False
+) -> Tensor:
     """``block(*inputs)``, without keeping what it computes: backward runs it again.
 
     ``block``: a Module, a method of one, or a function, returning one Tensor; ``inputs``: Tensors, or anything else,
     handed through. What the block trains has to be known: ``parameters``, by default those of the Module. They are
-    inputs of the node, so that a block with trainable parameters over a frozen embedding trains.
+    inputs of the node, so that a block with trainable parameters over a frozen embedding trains. ``traced`` finds what
+    a function trains in what its first run reads; that run then holds the activations of this block until it ends.
 
     The rerun sees what the forward saw: the default generator's state, the compute dtype of autocast, which parameters
     were trainable, and of every module the attributes its class names in ``forward_state``; all are put back after.
@@ -36,18 +39,24 @@ def recompute(block: Callable[..., Any], *inputs: Any, parameters: Iterable[Tens
     given = list(module.parameters() if parameters is None and module is not None else parameters or ())
     trained = list({id(p): p for p in given if p.requires_grad}.values())
     sources = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    if not tape.is_grad_enabled() or not (trained or sources):
+    if not tape.is_grad_enabled() or not (trained or sources or traced):
         return block(*inputs)
 
     seen = _Seen(module, given)
-    with tape.no_grad():
-        y = block(*inputs)
+    # new leaves over the same arrays: keeping the Tensors would keep what computed them
+    again = [Tensor(t.data, t.requires_grad) if isinstance(t, Tensor) else t for t in inputs]
+    inner = [t for t in again if isinstance(t, Tensor) and t.requires_grad]
+    with tape.set_grad_enabled(traced):
+        y = block(*(again if traced else inputs))
     if not isinstance(y, Tensor):
         raise GraphError(f"recompute: the block returned a {type(y).__name__}; expected one Tensor. "
                          "Let the block return one Tensor, and compute what else is wanted outside of it.")  # fmt: skip
-    # new leaves over the same arrays: keeping the Tensors would keep what computed them
-    again = [Tensor(t.data, t.requires_grad) if isinstance(t, Tensor) else t for t in inputs]
-    leaves = [t for t in again if isinstance(t, Tensor) and t.requires_grad] + trained
+    if traced:
+        known = {id(t) for t in [*inner, *trained]}
+        trained += [leaf for leaf in _leaves(y.grad_fn) if id(leaf) not in known]
+        if not (trained or sources):
+            return y
+    leaves = inner + trained
 
     def vjp(gy: Any, acc: list) -> list:
         store = {id(leaf): arrived for leaf, arrived in zip(leaves, acc, strict=True) if arrived is not None}
@@ -98,18 +107,27 @@ class _Seen:
                 setattr(owner, name, value)
 
 
-def _refuse_strangers(root: tape.Node, known: set[int]) -> None:
-    """Raise if the graph of a rerun reaches a leaf that is not the block's: its gradient would be lost."""
-    stack, met = [root], {root}
+def _leaves(root: tape.Node | None) -> list[Tensor]:
+    """The leaves that the graph below ``root`` sends gradients to, each once."""
+    found: dict[int, Tensor] = {}
+    stack, met = [root] if root is not None else [], {root}
     while stack:
         for edge in stack.pop().edges:
-            if isinstance(edge, tape.Node):
-                if edge not in met:
-                    met.add(edge)
-                    stack.append(edge)
-            elif edge is not None and id(edge) not in known:
-                raise GraphError(
-                    f"recompute: the block depends on a Tensor of shape {edge.shape} that requires grad but is neither "
-                    "an input nor a parameter of the block; expected all of them to be known. "
-                    "Pass it as an input, or in parameters=."
-                )
+            if not isinstance(edge, tape.Node):
+                if edge is not None:
+                    found[id(edge)] = edge
+            elif edge not in met:
+                met.add(edge)
+                stack.append(edge)
+    return list(found.values())
+
+
+def _refuse_strangers(root: tape.Node, known: set[int]) -> None:
+    """Raise if the graph of a rerun reaches a leaf that is not the block's: its gradient would be lost."""
+    for leaf in _leaves(root):
+        if id(leaf) not in known:
+            raise GraphError(
+                f"recompute: the block depends on a Tensor of shape {leaf.shape} that requires grad but is neither "
+                "an input nor a parameter of the block; expected all of them to be known. "
+                "Pass it as an input, or in parameters=."
+            )

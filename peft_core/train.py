@@ -85,6 +85,8 @@ def fit(
     """
     state = TrainState() if state is None else state
     _check_start(model, optimizer, state)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     precision = contextlib.nullcontext() if autocast_dtype is None else autocast(autocast_dtype)
     with _mode(model, training=True):

@@ -6,7 +6,7 @@ from peft_core.nn import Module
 from peft_core.tensor import Tensor
 from transformer.attention import Attention, Place
 from transformer.config import ModelConfig
-from transformer.layers import shaped_rms_norm
+from transformer.layers import shaped_norm
 from transformer.mlp import MLP
 
 
@@ -14,12 +14,13 @@ class DecoderLayer(Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).   x (N, D), the residual stream, float32 -> (N, D)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        self.input_layernorm = shaped_rms_norm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = shaped_rms_norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.stack = stack = config.family.stack
+        setattr(self, stack.attention_norm, shaped_norm(config.hidden_size, config.norm_eps, stack.layer_norm))
+        setattr(self, stack.attention, Attention(config, layer))
+        setattr(self, stack.mlp_norm, shaped_norm(config.hidden_size, config.norm_eps, stack.layer_norm))
+        setattr(self, stack.mlp, MLP(config))
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         """x (N, D) -> (N, D)."""
-        x = x + self.self_attn(self.input_layernorm(x), place)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attention_norm, attention, mlp_norm, mlp = (getattr(self, name) for name in self.stack.parts)
+        return mlp(attention(x, attention_norm, place), mlp_norm)

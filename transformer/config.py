@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _ROPE_KEYS = {  # what each type of scaling reads besides the theta
     "linear": ("factor",),
     "llama3": _LLAMA3_KEYS,
 }
+_SWITCHES = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}  # not all families have them
 _ROPE_INERT = {"partial_rotary_factor": (None, 1, 1.0), "attention_factor": (None, 1, 1.0)}
 
 
@@ -55,7 +57,10 @@ class RopeConfig:
 
 @dataclass
 class ModelConfig:
-    """The sizes and switches of a model under their Hugging Face names; ``raw`` is the JSON object as read."""
+    """The sizes and switches of a model under the names that Llama has for them; ``raw`` is the JSON object as read.
+
+    ``norm_eps``: of RMSNorm or LayerNorm.  ``rope``: None where positions are learned.
+    """
 
     model_type: str
     architectures: list[str]
@@ -67,11 +72,13 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeConfig
+    norm_eps: float
+    rope: RopeConfig | None
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
     sliding_window: int | None = None
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
@@ -81,14 +88,19 @@ class ModelConfig:
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
-    def rope_theta(self) -> float:
-        """The base of the rotary frequencies."""
-        return self.rope.theta
+    def rope_theta(self) -> float | None:
+        """The base of the rotary frequencies, if there are any."""
+        return None if self.rope is None else self.rope.theta
 
     @property
     def family(self) -> Family:
         """The family that ``model_type`` names."""
         return family_of(self.model_type)
+
+    def attention_scale(self, layer: int) -> float:
+        """What the products of queries and keys are multiplied by in a layer."""
+        scale = 1 / math.sqrt(self.head_dim) if self.scale_attn_weights else 1.0
+        return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @staticmethod
     def from_dict(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -99,27 +111,24 @@ class ModelConfig:
         """
         family = family_of(raw.get("model_type"), where)
         _refuse_options(raw, family, where)
-        get = {**family.defaults, **raw}
-        for key in family.ignored:
-            get[key] = family.defaults[key]
-        sizes = {key: _size(get, key, where) for key in (*_REQUIRED, "max_position_embeddings")}
+        get = _settled(raw, family, where)
+        sizes = {key: _size(get, family.key(key), where) for key in (*_REQUIRED, "max_position_embeddings")}
         groups = sizes["num_attention_heads"] if get["num_key_value_heads"] is None else _size(
             get, "num_key_value_heads", where)  # fmt: skip
-        head_dim = _head_dim(get, sizes, groups, where)
-        expect(get["hidden_act"] == "silu", ModelError, f"{where}: hidden_act is {get['hidden_act']!r}",
-               expected="'silu'", fix="Other activations are not implemented for this family.")  # fmt: skip
-        if get.get("attention_dropout"):
-            warnings.warn(f"{where}: attention_dropout {get['attention_dropout']} is not applied; training runs "
-                          "without dropout in attention.", stacklevel=3)  # fmt: skip
+        head_dim = _head_dim(get, sizes, groups, family, where)
+        _warn_unused(get, family, where)
         return ModelConfig(
             model_type=family.model_type,
             architectures=_architectures(raw, family, where),
             num_key_value_heads=groups,
             head_dim=head_dim,
-            rms_norm_eps=_number(get, "rms_norm_eps", where),
-            rope=_rope(raw, sizes["max_position_embeddings"], where),
+            norm_eps=_number(get, family.key("rms_norm_eps"), where),
+            rope=None if family.stack.positions else _rope(raw, sizes["max_position_embeddings"], where),
+            hidden_act=_activation(get, family, where),
             attention_bias=_flag(get, "attention_bias", where),
             mlp_bias=_flag(get, "mlp_bias", where),
+            scale_attn_weights=_flag(get, "scale_attn_weights", where),
+            scale_attn_by_inverse_layer_idx=_flag(get, "scale_attn_by_inverse_layer_idx", where),
             tie_word_embeddings=_flag(get, "tie_word_embeddings", where),
             sliding_window=None if get["sliding_window"] is None else _size(get, "sliding_window", where),
             bos_token_id=get["bos_token_id"],
@@ -139,7 +148,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object: as read, except that tie_word_embeddings is what it is now."""
-        if self.tie_word_embeddings == bool(self.raw.get("tie_word_embeddings", False)):
+        if self.tie_word_embeddings == self.raw.get("tie_word_embeddings", self.family.defaults["tie_word_embeddings"]):
             return dict(self.raw)
         return {**self.raw, "tie_word_embeddings": self.tie_word_embeddings}
 
@@ -153,6 +162,42 @@ def _refuse_options(raw: dict[str, Any], family: Family, where: str) -> None:
         expect(any(value is n or (value == n and type(value) is type(n)) for n in neutral), ModelError,
                f"{where}: {key} is {value!r}", expected=f"no such option for model_type {family.model_type!r}",
                fix="It changes what the model computes and is not implemented.")  # fmt: skip
+
+
+def _settled(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The JSON object under the family's own names of keys, what may be left out filled in."""
+    get = {**_SWITCHES, **family.defaults, **raw}
+    for key in (*family.ignored, *(key for key in _SWITCHES if key not in family.defaults)):
+        get[key] = {**_SWITCHES, **family.defaults}[key]
+    for common, own in family.keys.items():
+        if common in raw:
+            expect(raw.get(own, raw[common]) == raw[common], ModelError,
+                   f"{where} has {own} and {common}, which differ", expected=f"{own} alone",
+                   fix=f"They are two names of one thing: remove {common}.")  # fmt: skip
+            get[own] = raw[common]
+    inner, width = family.key("intermediate_size"), family.key("hidden_size")
+    if get.get(inner) is None and family.inner_ratio is not None:
+        get[inner] = family.inner_ratio * _size(get, width, where)
+    return get
+
+
+def _warn_unused(get: dict[str, Any], family: Family, where: str) -> None:
+    dropouts = [f"{key} {get[key]}" for key in family.dropouts if get.get(key)]
+    if dropouts:
+        verb = "is" if len(dropouts) == 1 else "are"
+        warnings.warn(f"{where}: {', '.join(dropouts)} {verb} not applied; training runs without dropout in the base.",
+                      stacklevel=4)  # fmt: skip
+    longest = family.key("max_position_embeddings")
+    if get.get("n_ctx") not in (None, get[longest]):
+        warnings.warn(f"{where}: n_ctx {get['n_ctx']} is not used; {longest} {get[longest]} counts.", stacklevel=4)
+
+
+def _activation(get: dict[str, Any], family: Family, where: str) -> str:
+    key = family.key("hidden_act")
+    expect(get[key] in family.activations, ModelError, f"{where}: {key} is {get[key]!r}",
+           expected=" or ".join(map(repr, family.activations)),
+           fix="Other activations are not implemented for this family.")  # fmt: skip
+    return str(get[key])
 
 
 def _missing(where: str, key: str) -> NoReturn:
@@ -189,17 +234,20 @@ def _architectures(raw: dict[str, Any], family: Family, where: str) -> list[str]
     return list(names)
 
 
-def _head_dim(raw: dict[str, Any], sizes: dict[str, int], groups: int, where: str) -> int:
+def _head_dim(raw: dict[str, Any], sizes: dict[str, int], groups: int, family: Family, where: str) -> int:
     heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
+    n_heads, d = family.key("num_attention_heads"), family.key("hidden_size")
     expect(heads % groups == 0, ModelError, f"{where}: {heads} num_attention_heads over {groups} num_key_value_heads",
            expected="a multiple")  # fmt: skip
     if raw["head_dim"] is None:
-        expect(width % heads == 0, ModelError, f"{where}: hidden_size {width} over {heads} num_attention_heads",
-               expected="a multiple, or an explicit head_dim")  # fmt: skip
+        other = "" if "head_dim" in family.ignored else ", or an explicit head_dim"
+        expect(width % heads == 0, ModelError, f"{where}: {d} {width} over {heads} {n_heads}",
+               expected="a multiple" + other)  # fmt: skip
         head_dim = width // heads
     else:
         head_dim = _size(raw, "head_dim", where)
-    expect(head_dim % 2 == 0, ModelError, f"{where}: head_dim is {head_dim}", expected="an even number")
+    expect(head_dim % 2 == 0 or family.stack.positions, ModelError, f"{where}: head_dim is {head_dim}",
+           expected="an even number")  # fmt: skip
     return head_dim
 
 

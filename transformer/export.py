@@ -16,6 +16,7 @@ from peft_core.checkpoint import INDEX, SINGLE, parse_size, write_checkpoint
 from peft_core.dtypes import dtype_name
 from peft_core.errors import ExportError, expect
 from peft_core.files import atomic_dir
+from transformer.families import HEAD
 from transformer.model import CausalLM
 
 _WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -59,9 +60,9 @@ def _tensors(model: CausalLM) -> dict[str, Array]:
            f"the model has other parameters than {model.config.architectures[0]} ({', '.join(strange[:4])}, "
            f"{len(strange)} in all)", expected="the base's own",
            fix="Merge the adapters first, or save them alone.")  # fmt: skip
-    tensors = {name: p.data for name, p in own.items()}
+    tensors = {name.removeprefix(model.source.cut): p.data for name, p in own.items()}
     if model.source.tied_head and model.config.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        tensors[HEAD] = model.get_input_embeddings().weight.data
     return {**tensors, **model.source.extra}
 
 

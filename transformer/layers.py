@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from peft_core.nn import Embedding, Linear, Parameter, RMSNorm
+from peft_core.nn import Conv1D, Embedding, LayerNorm, Linear, Module, Parameter, RMSNorm
 from peft_core.nn.init import skip_init
 
 
@@ -16,12 +16,12 @@ def _stand_in(*shape: int) -> Parameter:
     return Parameter(np.broadcast_to(np.float32(0), shape), requires_grad=False)
 
 
-def shaped_linear(n_in: int, n_out: int, bias: bool) -> Linear:
-    """A Linear with stand-ins for weight (O, I) and bias (O,)."""
+def shaped_linear(n_in: int, n_out: int, bias: bool, conv1d: bool = False) -> Linear:
+    """A Linear with stand-ins for weight (O, I) and bias (O,), or a Conv1D, with a weight (I, O)."""
     with skip_init():
-        layer = Linear(0, 0, bias=bias)
+        layer = (Conv1D if conv1d else Linear)(0, 0, bias=bias)
     layer.in_features, layer.out_features = n_in, n_out
-    layer.weight = _stand_in(n_out, n_in)
+    layer.weight = _stand_in(n_in, n_out) if conv1d else _stand_in(n_out, n_in)
     layer.bias = _stand_in(n_out) if bias else None
     return layer
 
@@ -35,9 +35,11 @@ def shaped_embedding(n_rows: int, width: int) -> Embedding:
     return layer
 
 
-def shaped_rms_norm(width: int, eps: float) -> RMSNorm:
-    """An RMSNorm with a stand-in for its weight (D,)."""
+def shaped_norm(width: int, eps: float, layer_norm: bool = False) -> Module:
+    """An RMSNorm, or a LayerNorm with a bias, with stand-ins for its parameters (D,)."""
     with skip_init():
-        layer = RMSNorm(0, eps)
+        layer = LayerNorm(0, eps) if layer_norm else RMSNorm(0, eps)
     layer.weight = _stand_in(width)
+    if isinstance(layer, LayerNorm):
+        layer.bias = _stand_in(width)
     return layer

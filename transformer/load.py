@@ -13,10 +13,10 @@ from peft_core.checkpoint import Checkpoint, read_json
 from peft_core.dtypes import as_dtype, dtype_name, float16, is_float
 from peft_core.errors import ModelError, expect
 from transformer.config import ModelConfig
+from transformer.families import HEAD
 from transformer.hub import resolve_directory
 from transformer.model import CausalLM, Source
 
-_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _COMPARE_BYTES = 1 << 24
 
 
@@ -35,16 +35,17 @@ def from_pretrained(path: str | os.PathLike, dtype: Any = "auto", device: Any = 
     expect(wanted is None or is_float(wanted), ModelError, f"dtype {dtype!r} was asked for",
            expected="'auto', float32, bfloat16, float16 or float64")  # fmt: skip
     place = as_device(device)
-    tied_head = _settle_head(config, checkpoint)
+    cut = _lacking(config, checkpoint)
+    tied_head = _settle_head(config, checkpoint, config.family.stack.table_weight.removeprefix(cut))
     model = CausalLM(config)
-    own = dict(model.named_parameters())
+    own = {name.removeprefix(cut): p for name, p in model.named_parameters()}  # under the names of the file
     _check(checkpoint, {name: p.shape for name, p in own.items()}, config, tied_head)
     for name, parameter in own.items():
         parameter.data = to_device(_converted(checkpoint[name], wanted, name), place)
     extra = {name: checkpoint[name] for name in checkpoint if config.family.is_extra_buffer(name)}
     if extra:
         _notice(f"{directory}: {len(extra)} buffers that follow from the config are not used ({next(iter(extra))})")
-    model.source = Source(directory, extra, tied_head)
+    model.source = Source(directory, extra, tied_head, cut)
     model.generation_config = read_json(directory / "generation_config.json", {})
     return model.eval()  # type: ignore[return-value]
 
@@ -72,13 +73,20 @@ def _notice(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
-def _settle_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
+def _lacking(config: ModelConfig, checkpoint: Checkpoint) -> str:
+    """The prefix that no name in the file has, where a decoder was saved without its head; else ""."""
+    prefix, table = config.family.stack.prefix, config.family.stack.table_weight
+    bare = table.removeprefix(prefix) in checkpoint and not any(name.startswith(prefix) for name in checkpoint)
+    return prefix if bare else ""
+
+
+def _settle_head(config: ModelConfig, checkpoint: Checkpoint, table: str) -> bool:
     """True if the file spells out a tied head; a tied head that differs from the embedding is untied, with a notice."""
-    if not (config.tie_word_embeddings and _HEAD in checkpoint and _TABLE in checkpoint):
+    if not (config.tie_word_embeddings and HEAD in checkpoint and table in checkpoint):
         return False
-    if _same(checkpoint, _HEAD, _TABLE):
+    if _same(checkpoint, HEAD, table):
         return True
-    _notice(f"{checkpoint.directory}: config.json ties {_HEAD} to {_TABLE}, but the file holds another {_HEAD}; "
+    _notice(f"{checkpoint.directory}: config.json ties {HEAD} to {table}, but the file holds another {HEAD}; "
             "the two are used as they are, and tie_word_embeddings is false from here on")  # fmt: skip
     config.tie_word_embeddings = False
     return False
@@ -101,7 +109,7 @@ def _check(checkpoint: Checkpoint, own: dict[str, tuple[int, ...]], config: Mode
     for name in checkpoint:
         shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
         if name not in own:
-            if not config.family.is_extra_buffer(name) and not (tied_head and name == _HEAD):
+            if not config.family.is_extra_buffer(name) and not (tied_head and name == HEAD):
                 lines.append(f"unexpected  {name} {shape} {dtype_name(dtype)}")
         elif shape != own[name] or not is_float(dtype):
             lines.append(f"does not fit  {name}: {shape} {dtype_name(dtype)}, expected {own[name]} of a float dtype")
@@ -109,8 +117,8 @@ def _check(checkpoint: Checkpoint, own: dict[str, tuple[int, ...]], config: Mode
         return
     shown = lines if len(lines) <= 40 else [*lines[:40], f"... {len(lines) - 40} more"]
     hint = ""
-    if _HEAD in own and _HEAD not in checkpoint and not config.tie_word_embeddings:
-        hint = f" Without {_HEAD} the head may be tied: check tie_word_embeddings in config.json."
+    if HEAD in own and HEAD not in checkpoint and not config.tie_word_embeddings:
+        hint = f" Without {HEAD} the head may be tied: check tie_word_embeddings in config.json."
     raise ModelError(
         f"{checkpoint.directory}: config.json and weights disagree in {len(lines)} places; nothing was loaded:\n  "
         + "\n  ".join(shown)

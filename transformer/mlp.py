@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from peft_core import ops
 from peft_core.nn import Module, project
 from peft_core.tensor import Tensor
 from transformer.config import ModelConfig
 from transformer.layers import shaped_linear
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": ops.gelu,
+    "gelu_new": partial(ops.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(ops.gelu, approximate="tanh"),
+    "relu": ops.relu,
+    "silu": ops.silu,
+}
+
 
 class MLP(Module):
-    """down(silu(gate(x)) * up(x)).   x (N, D) -> (N, D).   (Shazeer, arXiv:2002.05202, equation 6.)"""
+    """x + down(h), h = silu(gate(n)) * up(n) or activation(up(n)), n = norm(x).   x (N, D) -> (N, D).
+
+    The gate: Shazeer, arXiv:2002.05202, equation 6.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = shaped_linear(width, inner, bias)
-        self.up_proj = shaped_linear(width, inner, bias)
-        self.down_proj = shaped_linear(inner, width, bias)
+        self.stack, self.activation = config.family.stack, config.hidden_act
+        for name in self.stack.mlp_in:
+            setattr(self, name, shaped_linear(width, inner, bias, self.stack.conv1d))
+        setattr(self, self.stack.mlp_out, shaped_linear(inner, width, bias, self.stack.conv1d))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (N, D) -> (N, D)."""
-        gate, up = project(x, self.gate_proj, self.up_proj)  # (N, F) each
-        return self.down_proj(ops.swiglu(gate, up))
+    def forward(self, x: Tensor, norm: Module) -> Tensor:
+        """x (N, D), the residual stream -> x + mlp(norm(x))."""
+        up, down = [getattr(self, name) for name in self.stack.mlp_in], getattr(self, self.stack.mlp_out)
+        h = project(x, *up, norm=norm)  # (N, F), gated (N, 2 F)
+        if len(up) == 2:
+            return project(h, down, gated=True, residual=x)
+        return project(ACTIVATIONS[self.activation](h), down, residual=x)

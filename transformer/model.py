@@ -21,7 +21,7 @@ from transformer.batch import IGNORED, Batch
 from transformer.block import DecoderLayer
 from transformer.cache import KVCache
 from transformer.config import ModelConfig
-from transformer.layers import shaped_embedding, shaped_linear, shaped_rms_norm
+from transformer.layers import shaped_embedding, shaped_linear, shaped_norm
 
 
 @dataclass
@@ -37,28 +37,36 @@ class Source:
     """Where a model came from: its directory, and the tensors of its file that the stack has no use for.
 
     ``extra``: name -> array, written back when the model is saved.  ``tied_head``: the file spells out the tied head.
+    ``cut``: the prefix that the decoder's names lack in the file.
     """
 
     directory: Path | None = None
     extra: dict[str, Array] = field(default_factory=dict)
     tied_head: bool = False
+    cut: str = ""
 
 
 class Decoder(Module):
-    """Token embedding, layers and final norm: ``model`` of a CausalLM, named as in the checkpoints."""
+    """Token embedding, learned positions if any, layers and final norm, all named as in the checkpoints."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.embed_tokens = shaped_embedding(config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, i) for i in range(config.num_hidden_layers)]
-        self.norm = shaped_rms_norm(config.hidden_size, config.rms_norm_eps)
+        self.stack = stack = config.family.stack
+        setattr(self, stack.table, shaped_embedding(config.vocab_size, config.hidden_size))
+        if stack.positions is not None:
+            setattr(self, stack.positions, shaped_embedding(config.max_position_embeddings, config.hidden_size))
+        setattr(self, stack.layers, [DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        setattr(self, stack.norm, shaped_norm(config.hidden_size, config.norm_eps, stack.layer_norm))
 
     def forward(self, ids: Any, place: Place, recomputed: bool = False) -> Tensor:
         """ids (N,) -> (N, D) float32 (float64 for float64 weights), after the final norm."""
-        x = self.embed_tokens(ids)  # (N, D)
+        x = getattr(self, self.stack.table)(ids)  # (N, D)
         x = ops.astype(x, dtype=promote(x.dtype, np.float32))  # the residual stream: sums of many layers
-        for layer in self.layers:
+        if self.stack.positions is not None:
+            learned = getattr(self, self.stack.positions)(place.positions)  # (N, D)
+            x = ops.add(x, ops.astype(learned, dtype=x.dtype))
+        for layer in getattr(self, self.stack.layers):
             x = recompute(layer, x, place) if recomputed else layer(x, place)
-        return self.norm(x)
+        return getattr(self, self.stack.norm)(x)
 
 
 class CausalLM(Module):
@@ -73,10 +81,10 @@ class CausalLM(Module):
         self.gradient_checkpointing = False
         self.source = Source()
         self.generation_config: dict[str, Any] = {}
-        self.model = Decoder(config)
+        setattr(self, config.family.stack.decoder, Decoder(config))
         self.lm_head = shaped_linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = self.get_input_embeddings().weight
 
     # ------------------------------------------------------------------ on flat batches
 
@@ -86,14 +94,24 @@ class CausalLM(Module):
         With a ``cache`` the batch holds the next tokens of each of its rows (none for a row that is done), their
         positions counting on from what the cache holds; only under no_grad.
         """
-        device = self.model.embed_tokens.weight.device
-        frequencies = self.config.rope.inverse_frequencies(self.config.head_dim)
-        angles = batch.positions.astype(np.float32)[:, None] * frequencies  # (N, K/2)
-        cos, sin = (to_device(f(angles), device) for f in (np.cos, np.sin))
+        device = self.get_input_embeddings().weight.device
+        where = self._positions(batch.positions, device)
         slots, k_lengths = (None, None) if cache is None else cache.reserve(batch.cu_seqlens)
-        place = Place(cos, sin, batch.cu_seqlens, cache, slots, k_lengths)
+        place = Place(batch.cu_seqlens, **where, cache=cache, slots=slots, k_lengths=k_lengths)
         recomputed = self.gradient_checkpointing and is_grad_enabled() and cache is None
-        return self.model(to_device(batch.ids, device), place, recomputed)
+        return self.decoder(to_device(batch.ids, device), place, recomputed)
+
+    def _positions(self, positions: np.ndarray, device: Any) -> dict[str, Array]:
+        """positions (N,) as ``Place`` takes them: the angles' cos and sin, or themselves, checked against the table."""
+        rope, longest = self.config.rope, self.config.max_position_embeddings
+        if rope is not None:
+            angles = positions.astype(np.float32)[:, None] * rope.inverse_frequencies(self.config.head_dim)  # (N, K/2)
+            return {"cos": to_device(np.cos(angles), device), "sin": to_device(np.sin(angles), device)}
+        last = int(positions.max(initial=0))
+        expect(last < longest, DataError, f"a token stands at position {last} of its row",
+               expected=f"rows of at most {longest} tokens ({self.config.family.key('max_position_embeddings')}): "
+               f"{self.config.architectures[0]} has learned no other positions", fix="Cut the rows.")  # fmt: skip
+        return {"positions": to_device(positions, device)}
 
     def loss(self, batch: Batch) -> tuple[Tensor, int]:
         """(sum of the losses at labelled tokens, how many there are); a plain head never holds N x V logits."""
@@ -161,9 +179,14 @@ class CausalLM(Module):
 
     # ------------------------------------------------------------------ names people know
 
-    def get_input_embeddings(self) -> Module:
+    @property
+    def decoder(self) -> Module:
+        """The stack below the head, whatever its name."""
+        return getattr(self, self.config.family.stack.decoder)
+
+    def get_input_embeddings(self) -> Any:
         """The token embedding."""
-        return self.model.embed_tokens
+        return getattr(self.decoder, self.config.family.stack.table)
 
     def get_output_embeddings(self) -> Module:
         """The head."""

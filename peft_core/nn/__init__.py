@@ -2,6 +2,7 @@
 
 from . import functional, init
 from .container import Sequential
+from .conv1d import Conv1D
 from .dropout import Dropout
 from .embedding import Embedding
 from .linear import Linear
@@ -10,6 +11,6 @@ from .norm import LayerNorm, RMSNorm
 from .project import project
 
 __all__ = [
-    "Dropout", "Embedding", "LayerNorm", "Linear", "Module", "Parameter", "RMSNorm", "Sequential", "functional", "init",
-    "project",
+    "Conv1D", "Dropout", "Embedding", "LayerNorm", "Linear", "Module", "Parameter", "RMSNorm", "Sequential",
+    "functional", "init", "project",
 ]  # fmt: skip

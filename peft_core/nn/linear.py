@@ -45,5 +45,9 @@ class Linear(Module):
         """x (..., I) -> (..., O)."""
         return ops.linear(x, self.weight, self.bias)
 
+    def parts(self) -> tuple[Tensor, Parameter | None, tuple] | None:
+        """(weight, bias, low-rank terms) for ``project``: a plain Linear has no terms."""
+        return self.weight, self.bias, ()
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

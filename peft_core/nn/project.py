@@ -1,15 +1,47 @@
-"""project: several linears over one input, the one place where their products may be fused."""
+"""project: linears over one input, with the norm or gate before them and the residual after them, as one op."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from .. import ops
+from ..ops.projection import Layout
 from ..tensor import Tensor
 from .module import Module
+from .norm import RMSNorm
 
 
-def project(x: Tensor, *linears: Module) -> tuple[Tensor, ...]:
-    """(linear(x) for each of ``linears``), for linears that read the same input: q/k/v, gate/up.
+def project(
+    x: Tensor, *linears: Any, norm: Module | None = None, gated: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """[residual +] the outputs of ``linears`` side by side, for linears that read the same input.
 
-    x (..., I) -> a tuple of (..., O_i).  Today each product is computed in its turn, with the same numbers as separate
-    calls. Code that has several linears over one input calls this, so that fusing them changes this function alone.
+    x (..., I) -> (..., sum of O).  Their input is norm(x) if ``norm`` is given, silu(gate) * up with x = [gate, up]
+    if ``gated``, else x.  Fused into one op where every linear says what it is made of: ``linear.parts()`` gives
+    (weight, bias, ((a, b, scale), ...)), or None when it cannot say it so (dropout).  Else each is called in turn.
     """
-    return tuple(linear(x) for linear in linears)
+    if norm is not None and type(norm) is not RMSNorm:
+        x, norm = norm(x), None
+    stated = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
+    parts = [p for p in stated if p is not None]
+    if len(parts) < len(stated):
+        return _composed(x, linears, norm, gated, residual)
+    layout = Layout(tuple(bias is not None for _, bias, _ in parts), tuple(tuple(s for *_, s in t) for *_, t in parts))
+    tensors: list[Tensor] = []
+    for weight, bias, terms in parts:
+        tensors += [weight] if bias is None else [weight, bias]
+        for a, b, _ in terms:
+            tensors += [a, b]
+    weight, eps = (norm.weight, norm.eps) if isinstance(norm, RMSNorm) else (None, 0.0)
+    return ops.project(x, residual, weight, *tensors, layout=layout, eps=eps, gated=gated)
+
+
+def _composed(x: Tensor, linears: tuple, norm: Module | None, gated: bool, residual: Tensor | None) -> Tensor:
+    if norm is not None:
+        x = norm(x)
+    if gated:
+        half = x.shape[-1] // 2
+        x = ops.swiglu(x[..., :half], x[..., half:])
+    outputs = [linear(x) for linear in linears]
+    y = outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=-1)
+    return y if residual is None else ops.add(residual, y)

@@ -35,8 +35,10 @@ from .embedding import embedding
 from .linear import linear, low_rank, matmul
 from .loss import cross_entropy, head_loss
 from .norm import layer_norm, rms_norm
+from .projection import project
 from .reduce import max, mean, min, sum, var
 from .rope import rope
+from .rotary import rotary_attention
 from .shape import (
     concatenate,
     contiguous,
@@ -53,10 +55,10 @@ from .shape import (
 )
 
 __all__ = [
-    "abs", "add", "astype", "attention", "clip", "concatenate", "contiguous", "cos", "cross_entropy", "div", "dropout",
-    "embedding", "eq", "exp", "expand", "flatten", "ge", "gelu", "getitem", "gt", "head_loss", "layer_norm", "le",
-    "linear", "log", "log_softmax", "logsumexp", "low_rank", "lt", "masked_fill", "matmul", "max", "maximum", "mean",
-    "min", "minimum", "mul", "ne", "neg", "permute", "pow", "relu", "reshape", "rms_norm", "rope", "rsqrt", "sigmoid",
-    "silu", "sin", "softmax", "split", "sqrt", "squeeze", "stack", "sub", "sum", "swiglu", "tanh", "to_device",
-    "transpose", "unsqueeze", "var", "where",
+    "abs", "add", "astype", "attention", "clip", "concatenate", "contiguous", "cos", "cross_entropy", "div",
+    "dropout", "embedding", "eq", "exp", "expand", "flatten", "ge", "gelu", "getitem", "gt", "head_loss",
+    "layer_norm", "le", "linear", "log", "log_softmax", "logsumexp", "low_rank", "lt", "masked_fill", "matmul", "max",
+    "maximum", "mean", "min", "minimum", "mul", "ne", "neg", "permute", "pow", "project", "relu", "reshape",
+    "rms_norm", "rope", "rotary_attention", "rsqrt", "sigmoid", "silu", "sin", "softmax", "split", "sqrt", "squeeze",
+    "stack", "sub", "sum", "swiglu", "tanh", "to_device", "transpose", "unsqueeze", "var", "where",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..amp import compute_dtype
 from ..backend import Array, to_numpy, xp_of
+from ..blas import product
 from ..dtypes import accumulate_dtype, promote
 from ..kernels import formula
 from ..tape import op
@@ -185,27 +186,29 @@ def attention(
     Raises ValueError for shapes, offsets or a window that do not fit.
     Source: Vaswani et al., arXiv:1706.03762, section 3.2; grouped heads: Ainslie et al., arXiv:2305.13245, section 2.2.
     """
-    _check_shapes(q.shape, k.shape, v.shape, causal, window)
-    rows = _rows(cu_q, cu_k, k_lengths, q.shape[0], k.shape[0])
+    _check_shapes(q.shape, k.shape, v.shape)
+    check_window("attention", window, causal)
+    rows = rows_of("attention", cu_q, cu_k, k_lengths, q.shape[0], k.shape[0])
     kinds = q.dtype, k.dtype, v.dtype
     dtype = compute_dtype() or promote(*kinds)
     work = accumulate_dtype(dtype)
     factor = work.type(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     q, k, v = (a.astype(dtype, copy=False) for a in (q, k, v))
-    o, lse = _forward(q, k, v, rows, factor, causal, window)
+    o, lse = attend(q, k, v, rows, factor, causal, window)
     if not any(needs):
         return o, None
 
     def joint(gy: Array, acc: list) -> tuple:
-        grads = _backward(q, k, v, lse, gy, rows, factor, causal, window, needs)
+        grads = attend_back(q, k, v, lse, gy, rows, factor, causal, window, needs)
         return tuple(None if g is None else g.astype(kind, copy=False) for g, kind in zip(grads, kinds, strict=True))
 
     return o, joint
 
 
-def _forward(
+def attend(
     q: Array, k: Array, v: Array, rows: list[Row], scale: Any, causal: bool, window: int | None
 ) -> tuple[Array, Array]:
+    """o like q, and lse (H, N), of q, k, v in the dtype that products take; ``scale`` has the type of their sums."""
     xp, groups, work = xp_of(q), k.shape[1], np.dtype(type(scale))
     o = xp.zeros_like(q, order="C")  # (N, H, K)
     lse = xp.zeros((q.shape[1], q.shape[0]), work)  # (H, N)
@@ -215,15 +218,15 @@ def _forward(
             at = slice(row.q0 + block.a, row.q0 + block.b)
             seen = slice(block.c, block.d)
             part = xp.empty((q.shape[1], block.b - block.a), work)  # (H, n)
-            s = _query_heads(q[at], groups, work) @ keys[:, seen].swapaxes(1, 2)  # (G, H/G * n, keys)
+            s = product(_query_heads(q[at], groups, work), keys[:, seen].swapaxes(1, 2))  # (G, H/G * n, keys)
             s = s.reshape(*part.shape, -1)  # (H, n, keys)
             softmax_block(s, part, scale, block.first, block.last)
             lse[:, at] = part
-            _put_query_heads(o, at, s.reshape(groups, -1, s.shape[-1]) @ values[:, seen])
+            _put_query_heads(o, at, product(s.reshape(groups, -1, s.shape[-1]), values[:, seen]))
     return o, lse
 
 
-def _backward(
+def attend_back(
     q: Array, k: Array, v: Array, lse: Array, gy: Array,
     rows: list[Row], scale: Any, causal: bool, window: int | None, needs: tuple[bool, bool, bool],
 ) -> tuple:  # fmt: skip
@@ -238,16 +241,16 @@ def _backward(
             seen = slice(block.c, block.d)
             queries, up = _query_heads(q[at], groups, work), _query_heads(gy[at], groups, work)  # (G, H/G * n, K)
             below = xp.ascontiguousarray(lse[:, at])  # (H, n)
-            s = (queries @ keys[:, seen].swapaxes(1, 2)).reshape(*below.shape, -1)  # (H, n, keys)
-            ds = (up @ values[:, seen].swapaxes(1, 2)).reshape(s.shape)
+            s = product(queries, keys[:, seen].swapaxes(1, 2)).reshape(*below.shape, -1)  # (H, n, keys)
+            ds = product(up, values[:, seen].swapaxes(1, 2)).reshape(s.shape)
             slope_block(s, ds, below, scale, block.first, block.last)
             s, ds = (x.reshape(groups, -1, s.shape[-1]) for x in (s, ds))  # (G, H/G * n, keys)
             if dq is not None:
-                _put_query_heads(dq, at, ds @ keys[:, seen])
+                _put_query_heads(dq, at, product(ds, keys[:, seen]))
             if row_dk is not None:
-                row_dk[:, seen] += ds.swapaxes(1, 2) @ queries
+                row_dk[:, seen] += product(ds.swapaxes(1, 2), queries)
             if row_dv is not None:
-                row_dv[:, seen] += s.swapaxes(1, 2) @ up
+                row_dv[:, seen] += product(s.swapaxes(1, 2), up)
         for total, d in ((row_dk, dk), (row_dv, dv)):
             if total is not None and d is not None:
                 d[row.k0 : row.k0 + row.n_k] = total.swapaxes(0, 1)
@@ -285,24 +288,25 @@ def _blocks(row: Row, causal: bool, window: int | None) -> Iterator[Block]:
         yield Block(a, b, c, d, -BLOCK if window is None else here - window + 1, here + 1 if causal else row.n_k)
 
 
-def _rows(cu_q: Any, cu_k: Any, k_lengths: Any, n: int, s: int) -> list[Row]:
+def rows_of(name: str, cu_q: Any, cu_k: Any, k_lengths: Any, n: int, s: int) -> list[Row]:
+    """The rows of a call of the op ``name``.  Raises ValueError for offsets or lengths that do not fit."""
     queries = _integers(cu_q)
     keys = queries if cu_k is None else _integers(cu_k)
-    for name, cu, size, of in (("cu_q", queries, n, "queries"), ("cu_k", keys, s, "keys")):
+    for which, cu, size, of in (("cu_q", queries, n, "queries"), ("cu_k", keys, s, "keys")):
         if len(cu) == 0 or cu[0] != 0 or cu[-1] != size or any(x > y for x, y in pairwise(cu)):
             raise ValueError(
-                f"attention got {name}={_short(cu)} for {size} {of}; expected offsets that rise from 0 to {size}."
+                f"{name} got {which}={_short(cu)} for {size} {of}; expected offsets that rise from 0 to {size}."
             )
     room = [y - x for x, y in pairwise(keys)]
     lengths = room if k_lengths is None else _integers(k_lengths)
     if not len(queries) - 1 == len(room) == len(lengths):
         raise ValueError(
-            f"attention got {len(queries) - 1} rows of queries, {len(room)} of keys and {len(lengths)} key lengths; "
+            f"{name} got {len(queries) - 1} rows of queries, {len(room)} of keys and {len(lengths)} key lengths; "
             "expected as many of each."
         )
     if any(not 0 <= used <= r for used, r in zip(lengths, room, strict=True)):
         raise ValueError(
-            f"attention got k_lengths={_short(lengths)} for rows of {_short(room)} keys; expected 0 to the row's keys."
+            f"{name} got k_lengths={_short(lengths)} for rows of {_short(room)} keys; expected 0 to the row's keys."
         )
     return [Row(a, b - a, c, used) for a, b, c, used in zip(queries, queries[1:], keys, lengths, strict=False)]
 
@@ -316,12 +320,16 @@ def _short(values: list[int]) -> str:
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ... {len(values)} in all]"
 
 
-def _check_shapes(q: tuple, k: tuple, v: tuple, causal: bool, window: int | None) -> None:
+def _check_shapes(q: tuple, k: tuple, v: tuple) -> None:
     if len(q) != 3 or len(k) != 3 or k != v or q[2] != k[2] or q[1] % max(k[1], 1) or k[1] == 0:
         raise ValueError(
             f"attention got q {q}, k {k}, v {v}; expected q (N, H, K), k and v (S, G, K) with H a multiple of G."
         )
+
+
+def check_window(name: str, window: int | None, causal: bool) -> None:
+    """Raises ValueError for a window that the op ``name`` cannot have."""
     if window is not None and (window < 1 or not causal):
         raise ValueError(
-            f"attention got window={window} with causal={causal}; expected a window of at least 1 key, and causal=True."
+            f"{name} got window={window} with causal={causal}; expected a window of at least 1 key, and causal=True."
         )

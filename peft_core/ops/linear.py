@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import amp
 from ..backend import Array, xp_of
+from ..blas import product
 from ..dtypes import accumulate_dtype, is_half, promote
 from ..tape import op
 from ..tensor import Tensor
@@ -40,17 +41,17 @@ def _linear(x: Array, w: Array, *bias: Array) -> Any:
     _expect_widths("linear", x, w)
     xp, dtype = xp_of(x, w), product_dtype(x, w)
     (n_out, n_in), x_shape, x_dtype, w_dtype = w.shape, x.shape, x.dtype, w.dtype
-    y = factor(x, dtype).reshape(-1, n_in) @ factor(w, dtype).T  # (N, O)
+    y = product(factor(x, dtype).reshape(-1, n_in), factor(w, dtype).T)  # (N, O)
     if bias:
         y += factor(bias[0], dtype)
         bias_dtype = bias[0].dtype
 
     def gx(gy: Array) -> Array:
-        g = factor(gy, dtype).reshape(-1, n_out) @ factor(w, dtype)  # (N, I)
+        g = product(factor(gy, dtype).reshape(-1, n_out), factor(w, dtype))  # (N, I)
         return rounded(g, x_dtype, xp).reshape(x_shape)
 
     def gw(gy: Array) -> Array:
-        return rounded(factor(gy, dtype).reshape(-1, n_out).T @ factor(x, dtype).reshape(-1, n_in), w_dtype, xp)
+        return rounded(product(factor(gy, dtype).reshape(-1, n_out).T, factor(x, dtype).reshape(-1, n_in)), w_dtype, xp)
 
     def gb(gy: Array) -> Array:
         return rounded(widen(gy).reshape(-1, n_out).sum(0), bias_dtype, xp)
@@ -77,8 +78,8 @@ def low_rank(x: Array, a: Array, b: Array, *, scale: float = 1.0, needs: tuple[b
     n_in, n_out, x_shape = a.shape[1], b.shape[0], x.shape
     dtypes = x.dtype, a.dtype, b.dtype
     scale = accumulate_dtype(dtype).type(scale)  # a float64 scale would widen everything behind it
-    s = factor(x, dtype).reshape(-1, n_in) @ factor(a, dtype).T  # (N, R)
-    y = rounded((s * scale) @ factor(b, dtype).T, dtype, xp).reshape(*x_shape[:-1], n_out)  # (..., O)
+    s = product(factor(x, dtype).reshape(-1, n_in), factor(a, dtype).T)  # (N, R)
+    y = rounded(product(s * scale, factor(b, dtype).T), dtype, xp).reshape(*x_shape[:-1], n_out)  # (..., O)
     needs_x, needs_a, needs_b = needs
     kept_x = x if needs_a else None
     kept_s = s if needs_b else None
@@ -89,14 +90,14 @@ def low_rank(x: Array, a: Array, b: Array, *, scale: float = 1.0, needs: tuple[b
         g = factor(gy, dtype).reshape(-1, n_out)
         gx = ga = gb = None
         if kept_b is not None:
-            ds = (g @ factor(kept_b, dtype)) * scale  # (N, R)
+            ds = product(g, factor(kept_b, dtype)) * scale  # (N, R)
         if kept_a is not None:
-            gx = rounded(ds @ factor(kept_a, dtype), dtypes[0], xp).reshape(x_shape)
+            gx = rounded(product(ds, factor(kept_a, dtype)), dtypes[0], xp).reshape(x_shape)
             gx = into(acc[0], gx)
         if kept_x is not None:
-            ga = rounded(ds.T @ factor(kept_x, dtype).reshape(-1, n_in), dtypes[1], xp)
+            ga = rounded(product(ds.T, factor(kept_x, dtype).reshape(-1, n_in)), dtypes[1], xp)
         if kept_s is not None:
-            gb = rounded(g.T @ (kept_s * scale), dtypes[2], xp)
+            gb = rounded(product(g.T, kept_s * scale), dtypes[2], xp)
         return gx, ga, gb
 
     return y, vjp
@@ -115,16 +116,16 @@ def matmul(a: Array, b: Array) -> Any:
     left = a if a.ndim > 1 else a[None, :]  # (..., I, K)
     right = b if b.ndim > 1 else b[:, None]  # (..., K, O)
     left_shape, right_shape = left.shape, right.shape
-    y = rounded(factor(left, dtype) @ factor(right, dtype), dtype, xp)  # (..., I, O)
+    y = rounded(product(factor(left, dtype), factor(right, dtype)), dtype, xp)  # (..., I, O)
     full = y.shape
     shape = (*full[:-2], *full[-2:-1][: a.ndim > 1], *full[-1:][: b.ndim > 1])
 
     def ga(gy: Array) -> Array:
-        g = factor(gy, dtype).reshape(full) @ factor(right, dtype).swapaxes(-1, -2)
+        g = product(factor(gy, dtype).reshape(full), factor(right, dtype).swapaxes(-1, -2))
         return rounded(unbroadcast(g, left_shape), a_dtype, xp).reshape(a_shape)
 
     def gb(gy: Array) -> Array:
-        g = factor(left, dtype).swapaxes(-1, -2) @ factor(gy, dtype).reshape(full)
+        g = product(factor(left, dtype).swapaxes(-1, -2), factor(gy, dtype).reshape(full))
         return rounded(unbroadcast(g, right_shape), b_dtype, xp).reshape(b_shape)
 
     return y.reshape(shape), (ga, gb)

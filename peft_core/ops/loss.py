@@ -10,10 +10,15 @@ import numpy as np
 
 from ..amp import compute_dtype
 from ..backend import Array, xp_of
+from ..blas import product
 from ..dtypes import accumulate_dtype, bfloat16, promote
-from ..kernels import formula
+from ..kernels import formula, get_num_threads, run_kernel
+from ..packing import can_pack, packed_backward, packed_forward
 from ..tape import op
+from ..workspace import workspace
 
+TILE_BLOCK = 64  # rows whose logits a thread holds on tiles: enough work for each byte of the head that is read
+_NO_INDEX = -1  # every row that gets this far has a label
 PANEL = 4096  # vocabulary rows of a half-precision head that are widened at a time
 
 # exp(x) = 2^k 2^f as in attention.py: numba has no vectorised exp, and its cache no use for shared functions
@@ -133,6 +138,7 @@ def head_loss(
     h (N, D), w (V, D), targets (N,) integers -> scalar float32 (float64 for float64 inputs); products in the compute
     dtype, sums and statistics in float32.  No labelled row gives 0.0.  The gradient is linear in the loss's own, so the
     forward forms it where it is wanted, over each chunk's logits; evaluation forms none.
+    A frozen read-only bfloat16 w is packed once where the CPU has bf16 tiles; a thread then holds 8 to 64 rows.
     Retains (labelled rows, D) if h trains, (V, D) if w does.
     Raises ValueError for shapes that do not fit or chunk < 1, IndexError for a target outside the vocabulary.
     """
@@ -147,22 +153,12 @@ def head_loss(
     work = accumulate_dtype(dtype)
     targets = xp.ascontiguousarray(targets)
     rows = xp.flatnonzero(targets != ignore_index)  # (M,)
-    # in float32 until the loss's gradient is known: with loss scaling, unscaled ones would vanish in float16
-    gh = xp.empty((len(rows), h.shape[1]), work) if needs[0] else None
-    gw = xp.zeros(w.shape, work) if needs[1] else None
-    losses = xp.empty(len(rows), work)
-    logits = xp.empty((min(chunk, len(rows)), w.shape[0]), work)  # (chunk, V), for all chunks
-    for i in range(0, len(rows), chunk):
-        part = slice(i, i + chunk)
-        x = h[rows[part]].astype(dtype, copy=False).astype(work, copy=False)  # (m, D)
-        z = logits[: len(x)]
-        for at, panel in _panels(w, dtype, work):
-            xp.matmul(x, panel.T, out=z[:, at])
-        cross_entropy_rows(z, targets[rows[part]], losses[part], ignore_index, gh is not None or gw is not None)
-        if gh is not None or gw is not None:
-            _send_back(z, x, w, dtype, None if gh is None else gh[part], gw)
+    if dtype == bfloat16 and not needs[1] and isinstance(h, np.ndarray) and len(rows) and can_pack(w):
+        losses, gh, gw = *_on_tiles(h, w, targets, rows, chunk, needs[0]), None
+    else:
+        losses, gh, gw = _by_chunks(h, w, targets, rows, chunk, dtype, needs)
     y = xp.asarray(losses.sum(dtype=np.float64)).astype(work)
-    del logits, losses, h
+    del losses, h
 
     def joint(gy: Array, acc: list) -> tuple:
         g = gy.astype(work, copy=False)
@@ -175,14 +171,57 @@ def head_loss(
     return y, joint
 
 
+def _by_chunks(
+    h: Array, w: Array, targets: Array, rows: Array, chunk: int, dtype: np.dtype, needs: tuple[bool, bool, bool]
+) -> tuple[Array, Array | None, Array | None]:
+    """(losses (M,), gradients of their sum for h's rows and for w where they are wanted)."""
+    xp, work = xp_of(h), accumulate_dtype(dtype)
+    # in float32 until the loss's gradient is known: with loss scaling, unscaled ones would vanish in float16
+    gh = xp.empty((len(rows), h.shape[1]), work) if needs[0] else None
+    gw = xp.zeros(w.shape, work) if needs[1] else None
+    losses = xp.empty(len(rows), work)
+    logits = xp.empty((min(chunk, len(rows)), w.shape[0]), work)  # (chunk, V), for all chunks
+    for i in range(0, len(rows), chunk):
+        part = slice(i, i + chunk)
+        x = h[rows[part]].astype(dtype, copy=False).astype(work, copy=False)  # (m, D)
+        z = logits[: len(x)]
+        for at, panel in _panels(w, dtype, work):
+            product(x, panel.T, out=z[:, at])
+        cross_entropy_rows(z, targets[rows[part]], losses[part], _NO_INDEX, gh is not None or gw is not None)
+        if gh is not None or gw is not None:
+            _send_back(z, x, w, dtype, None if gh is None else gh[part], gw)
+    return losses, gh, gw
+
+
+def _on_tiles(
+    h: np.ndarray, w: np.ndarray, targets: np.ndarray, rows: np.ndarray, chunk: int, want: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(losses (M,), gradient of their sum for h's rows where wanted) in bfloat16 products with a packed head."""
+    from . import loss_tiles as kernels
+
+    x, (n_classes, width) = np.ascontiguousarray(h[rows], np.float32), w.shape  # (M, D)
+    threads = get_num_threads()
+    share = -(-len(rows) // (threads * kernels.ROWS))  # tiles of a thread, cut into equal blocks: each reads all of w
+    most = max(1, min(TILE_BLOCK, chunk // threads) // kernels.ROWS)
+    block = kernels.ROWS * -(-share // -(-share // most))
+    losses, gh = np.empty(len(rows), np.float32), np.empty((len(rows) if want else 0, width), np.float32)
+    forward = packed_forward(w)
+    backward = packed_backward(w) if want else forward
+    with workspace:
+        scratch = workspace.get("scratch", threads, kernels.scratch_words(block, width, n_classes))
+        run_kernel(kernels.head_rows, x, targets[rows].astype(np.int64), forward, backward, n_classes, want, losses, gh,
+                   scratch, block)  # fmt: skip
+    return losses, gh if want else None
+
+
 def _send_back(z: Array, x: Array, w: Array, dtype: np.dtype, gh: Array | None, gw: Array | None) -> None:
     """gh = z w and gw += z^T x, for z (m, V) the slopes of a chunk and x (m, D) its rows."""
     if gh is not None:
         gh[...] = 0
         for at, panel in _panels(w, dtype, gh.dtype):
-            gh += z[:, at] @ panel
+            gh += product(z[:, at], panel)
     if gw is not None:
-        gw += z.T @ x
+        gw += product(z.T, x)
 
 
 def _panels(w: Array, dtype: np.dtype, work: np.dtype) -> Iterator[tuple[slice, Array]]:

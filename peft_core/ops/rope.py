@@ -35,6 +35,11 @@ def _(t, T, x, cos, sin, sign, y):  # type: ignore[no-untyped-def]
                 y[i, h, k + half] = second * c + first * s
 
 
+def turned(x: Array, cos: Array, sin: Array, sign: float) -> Array:
+    """x (N, H, K) rotated by its angles (sign 1) or back (-1), in x's dtype."""
+    return rounded(_rotate(widen(x), widen(cos, x.dtype), widen(sin, x.dtype), sign)[0], x.dtype, xp_of(x))
+
+
 @op
 def rope(x: Array, cos: Array, sin: Array) -> Any:
     """y = x rotated, pair (k, k + K/2) of row n by the angle whose cosine is cos[n, k].
@@ -48,9 +53,4 @@ def rope(x: Array, cos: Array, sin: Array) -> Any:
             f"rope of x {x.shape} with cos {cos.shape} and sin {sin.shape}; expected x (N, H, K) with an even K and "
             "cos, sin (N, K/2)."
         )
-    xp, dtype = xp_of(x), x.dtype
-
-    def turned(z: Array, sign: float) -> Array:
-        return rounded(_rotate(widen(z), widen(cos, dtype), widen(sin, dtype), sign)[0], dtype, xp)
-
-    return turned(x, 1.0), (lambda gy: turned(gy, -1.0), None, None)
+    return turned(x, cos, sin, 1.0), (lambda gy: turned(gy, cos, sin, -1.0), None, None)

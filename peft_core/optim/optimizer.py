@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
+from .. import tape
 from ..backend import to_device, to_numpy
 from ..dtypes import dtype_name, is_half
 from ..errors import ConfigError, expect
@@ -19,13 +20,26 @@ def positive(name: str, value: Any) -> None:
            f"{name} is {value!r}", expected="a finite number of at least 0")  # fmt: skip
 
 
+_SAME_NUMBERS = {"foreach", "fused"}  # torch's names for how, not what, is computed: accepted, without effect
+_VARIANTS = {"amsgrad", "maximize", "capturable", "differentiable"}
+
+
+def refuse_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for one of torch's variants that is switched on, TypeError for an option nobody knows."""
+    for option, value in options.items():
+        if option not in _SAME_NUMBERS | _VARIANTS:
+            raise TypeError(f"{name} got an option {option!r}; expected torch's names for its settings.")
+        expect(option in _SAME_NUMBERS or not value, ConfigError, f"{name}({option}={value!r}) is not supported",
+               expected=f"{option}=False")  # fmt: skip
+
+
 class Optimizer:
     """Base of the optimisers.  Subclasses define ``check(group)`` and ``update(parameter, gradient, state, group)``.
 
     ``params``: Tensors, or dicts {"params": Tensors, <setting>: value, ...}, each a group with its own settings;
     ``defaults``: the settings a group does not name. ``param_groups`` is a list of dicts that may be changed between
-    steps (``group["lr"]``); each keeps its first rate as "initial_lr". ``state[parameter]`` is a dict of plain arrays
-    and numbers, in the parameter's dtype. Parameters are float32 or float64 and are written in place.
+    steps (``group["lr"]``); a scheduler notes the first rate in it as "initial_lr". ``state[parameter]`` is a dict of
+    plain arrays and numbers, in the parameter's dtype. Parameters are float32 or float64 and are written in place.
 
     Raises ConfigError for no parameters, a parameter given twice, an unknown setting or one out of range, and for half
     precision parameters: their updates would be lost in rounding.
@@ -63,7 +77,6 @@ class Optimizer:
             if p.requires_grad:
                 _refuse_half(p, f"trainable parameter {i} of a group")
         full = {"params": params, **self.defaults, **{k: v for k, v in group.items() if k != "params"}}
-        full.setdefault("initial_lr", full["lr"])
         positive("lr", full["lr"])
         positive("weight_decay", full["weight_decay"])
         self.check(full)
@@ -76,8 +89,15 @@ class Optimizer:
         """Write the new value into ``parameter.data``; ``state`` is {} at the first call.  For subclasses."""
         raise NotImplementedError(f"{type(self).__name__} defines no update(); expected one, as SGD has.")
 
-    def step(self) -> None:
-        """Update every parameter that has a gradient.  Raises ConfigError for one in half precision."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what ``closure``, run first, returned (a loss).
+
+        Raises ConfigError for a parameter in half precision.
+        """
+        loss = None
+        if closure is not None:
+            with tape.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
                 if p._grad is None:
@@ -86,6 +106,7 @@ class Optimizer:
                 if not getattr(p.data.flags, "writeable", True):
                     p.data = p.data.copy()  # mapped from a file: the optimiser writes into memory of its own
                 self.update(p, p._grad, self.state.setdefault(p, {}), group)
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, or fill them with zeros."""
@@ -135,7 +156,7 @@ class Optimizer:
         expect(not unfit, ConfigError, "the saved optimizer does not fit: " + "; ".join(unfit), expected="equal shapes",
                fix="Load the state that was saved with these parameters.")  # fmt: skip
         for group, loaded in zip(self.param_groups, saved["param_groups"], strict=True):
-            group.update({k: v for k, v in loaded.items() if k in group and k != "params"})
+            group.update({k: v for k, v in loaded.items() if k in {*group, "initial_lr"} - {"params"}})
         self.state = state
 
 

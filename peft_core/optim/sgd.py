@@ -8,7 +8,7 @@ from typing import Any
 from ..backend import xp_of
 from ..errors import ConfigError, expect
 from ..tensor import Tensor
-from .optimizer import Optimizer, positive
+from .optimizer import Optimizer, positive, refuse_options
 
 
 class SGD(Optimizer):
@@ -28,7 +28,9 @@ class SGD(Optimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        **options: Any,
     ) -> None:
+        refuse_options("SGD", options)
         super().__init__(params, {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
                                   "nesterov": nesterov})  # fmt: skip
 

@@ -135,3 +135,12 @@ def test_the_file_is_plain_sorted_json(tmp_path):
     text = (tmp_path / "adapter_config.json").read_text()
     assert list(json.loads(text)) == sorted(json.loads(text)) and text.endswith("}\n")
     assert dataclasses.replace(LoraConfig(), r=4) == LoraConfig.from_pretrained(tmp_path)
+
+
+def test_patterns_keep_their_order_in_the_file(tmp_path):
+    """The first key that matches counts: sorted, the general one would come before the special one."""
+    tables = {"rank_pattern": {"h.1.c_attn": 2, "c_attn": 6}, "alpha_pattern": {"z": 1.0, "a": 2.0}}
+    LoraConfig(target_modules=["c_attn"], **tables).save_pretrained(tmp_path)
+    again = LoraConfig.from_pretrained(tmp_path)
+    for name, table in tables.items():
+        assert list(getattr(again, name).items()) == list(table.items())

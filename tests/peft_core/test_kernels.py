@@ -1,5 +1,7 @@
 """The kernel mechanism: which form is taken, the pool of threads, and what happens where nothing compiles."""
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -124,3 +126,11 @@ def test_nan_and_infinity_survive_fast_math():
     for bad in (np.nan, np.inf):
         x[50] = bad
         assert not np.isfinite(total(x)[0][0])
+
+
+def test_the_pool_at_rest_keeps_no_array_alive():
+    x = np.ones((4, 3), np.float32)
+    gone = weakref.ref(x)
+    scaled(x, np.float32(2))
+    del x
+    assert gone() is None

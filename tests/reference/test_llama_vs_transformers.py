@@ -89,12 +89,16 @@ def test_a_fault_is_seen(tmp_path, monkeypatch, fault):
         for layer in model.model.layers:
             layer.input_layernorm.eps = 1e-5
     else:  # the groups change places
-        original = transformer.attention.ops.attention
+        original = transformer.attention.ops.rotary_attention
 
-        def swapped(q, k, v, **kw):
-            return original(q, *(Tensor(np.ascontiguousarray(x.data[:, ::-1])) for x in (k, v)), **kw)
+        def swapped(qkv, **kw):
+            heads, groups = kw["n_heads"], kw["n_kv_heads"]
+            order = [*range(heads), *reversed(range(heads, heads + groups)),
+                     *reversed(range(heads + groups, heads + 2 * groups))]  # fmt: skip
+            x = qkv.data.reshape(len(qkv.data), len(order), -1)[:, order]
+            return original(Tensor(x.reshape(qkv.shape)), **kw)
 
-        monkeypatch.setattr(transformer.attention.ops, "attention", swapped)
+        monkeypatch.setattr(transformer.attention.ops, "rotary_attention", swapped)
     assert difference(our_logits(model, rows), reference) > 1e-2
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from peft_core import kernels
 from peft_core.nn import Parameter
-from peft_core.optim import SGD, AdamW, clip_grad_norm_, schedule
+from peft_core.optim import SGD, Adam, AdamW, clip_grad_norm_, schedule
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.reference
@@ -39,6 +39,8 @@ def assert_close(ours, theirs, rel=1e-6):
 
 
 CASES = [
+    (Adam, torch.optim.Adam, {}, {"lr": 0.02}),
+    (Adam, torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.3}, {"eps": 1e-6}),
     (AdamW, torch.optim.AdamW, {}, {"lr": 0.02}),
     (AdamW, torch.optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.3}, {"eps": 1e-6}),
     (AdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.3}, {"weight_decay": 0.0}),
@@ -62,7 +64,7 @@ def test_fifty_steps(our_class, torch_class, settings, second, fused):
             set_gradients(step, ours, theirs)
             for a, b in zip(our_optimizer.param_groups, torch_optimizer.param_groups, strict=True):
                 b["lr"] = b.setdefault("initial_lr", b["lr"]) * rate(step)
-                a["lr"] = a["initial_lr"] * rate(step)
+                a["lr"] = a.setdefault("initial_lr", a["lr"]) * rate(step)
             our_optimizer.step()
             torch_optimizer.step()
     assert_close(ours, theirs)

@@ -66,8 +66,8 @@ def test_frequencies():
 
 
 @pytest.mark.parametrize(("changes", "text"), [
-    ({"model_type": "gpt9"}, "model_type is 'gpt9'; expected one of llama, mistral."),
-    ({"model_type": ...}, "model_type is None; expected one of llama, mistral."),
+    ({"model_type": "gpt9"}, "model_type is 'gpt9'; expected one of gpt2, llama, mistral."),
+    ({"model_type": ...}, "model_type is None; expected one of gpt2, llama, mistral."),
     ({"rope_theta": ...}, "config.json has no rope_theta; expected it to be given."),
     ({"hidden_size": ...}, "config.json has no hidden_size"),
     ({"rms_norm_eps": ...}, "config.json has no rms_norm_eps"),

@@ -25,7 +25,7 @@ def reference_logits(config: ModelConfig, w: dict[str, np.ndarray], ids: list[in
     f = config.rope.inverse_frequencies(size).astype(np.float64)
 
     def norm(x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * w[name]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * w[name]
 
     def linear(x, name):
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)

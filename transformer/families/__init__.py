@@ -6,10 +6,11 @@ from typing import Any
 
 from peft_core.errors import ModelError, expect
 
-from .base import Family
+from .base import HEAD, Family, Stack
+from .gpt2 import GPT2
 from .llama import LLAMA, MISTRAL
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL)}
 
 
 def family_of(model_type: Any, where: str = "config.json") -> Family:
@@ -20,4 +21,4 @@ def family_of(model_type: Any, where: str = "config.json") -> Family:
     return FAMILIES[model_type]
 
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "HEAD", "Family", "Stack", "family_of"]

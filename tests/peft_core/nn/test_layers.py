@@ -113,10 +113,31 @@ def test_sequential():
 
 def test_project_equals_separate_calls():
     x, linears = Tensor(draw(5, 3)), [nn.Linear(3, n) for n in (2, 4, 4)]
-    results = nn.project(x, *linears)
-    assert isinstance(results, tuple) and len(results) == 3
-    for y, linear in zip(results, linears, strict=True):
-        np.testing.assert_array_equal(y.data, linear(x).data)
+    y = nn.project(x, *linears).data
+    for part, linear in zip(np.split(y, [2, 6], axis=1), linears, strict=True):
+        np.testing.assert_array_equal(part, linear(x).data)
+
+
+class Opaque(nn.Module):
+    """A layer that does not say what it is made of."""
+
+    def __init__(self, linear):
+        self.inner = linear
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("before", ["plain", "norm", "gated"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_project_calls_what_it_cannot_fuse_one_by_one(before, residual):
+    x, norm = Tensor(draw(5, 8 if before == "gated" else 4), True), nn.RMSNorm(4)
+    linears, r = [nn.Linear(4, n) for n in (2, 3)], Tensor(draw(5, 5)) if residual else None
+    options = {"norm": norm if before == "norm" else None, "gated": before == "gated", "residual": r}
+    fused = nn.project(x, *linears, **options)
+    composed = nn.project(x, linears[0], Opaque(linears[1]), **options)
+    assert fused.grad_fn.name == "project" and composed.grad_fn.name != "project"
+    np.testing.assert_allclose(fused.data, composed.data, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from peft_core import Tensor, autocast, bfloat16, no_grad
-from peft_core.kernels import use_kernels
+from peft_core.kernels import tiles_supported, use_kernels
 from peft_core.ops.loss import cross_entropy, cross_entropy_rows, head_loss
 from support.cases import Case, every, relative_error
 
 module = sys.modules["peft_core.ops.loss"]
+needs_tiles = pytest.mark.skipif(not tiles_supported(), reason="no AVX512-BF16 here")
 HALF, FULL = ("bfloat16", "float16"), ("float32", "float64")
 
 
@@ -237,6 +238,92 @@ def test_logits_are_held_for_one_chunk_at_a_time():
     top = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert top < 3 * 32 * 3000 * 4, top  # a chunk, and one more in the plain formula; all logits are 600 x 3000
+
+
+def frozen(n, classes, width, seed=0):
+    """h float32, a read-only bfloat16 head, and targets."""
+    h, w, targets = make(n, classes, width, seed)
+    w = w.astype(bfloat16)
+    w.flags.writeable = False
+    return h, w, targets
+
+
+def frozen_run(h, w, targets, gy=None, **params):
+    x = Tensor(h, requires_grad=True)
+    with autocast("bfloat16"):
+        y = head_loss(x, w, targets, **params)
+    y.backward(gy)
+    return y.data, x._grad
+
+
+@needs_tiles
+@pytest.mark.parametrize("n, classes, width", [(37, 1000, 63), (150, 49, 64), (5, 49153, 40), (1, 47, 1), (40, 48, 50)])
+@pytest.mark.parametrize("chunk", [1, 20, 512])
+def test_tiles_agree_with_float64(n, classes, width, chunk):
+    h, w, targets = frozen(n, classes, width)
+    targets[0] = classes - 1
+    loss, gh = frozen_run(h, w, targets, np.float32(2), chunk=chunk)
+    x = Tensor(h.astype(bfloat16).astype(np.float64), requires_grad=True)
+    expected = head_loss(x, w.astype(np.float64), targets)
+    expected.backward(np.float64(2))
+    assert loss.dtype == gh.dtype == np.float32
+    assert relative_error(loss, expected.data) < 2e-6
+    assert relative_error(gh, x._grad) < 3e-3  # the slopes are rounded to bf16
+    assert not gh[targets == -100].any()
+
+
+@needs_tiles
+def test_tiles_run_where_the_head_is_read_only_and_frozen(monkeypatch):
+    calls = []
+    inner = module._on_tiles
+    monkeypatch.setattr(module, "_on_tiles", lambda *args: calls.append(args[-1]) or inner(*args))
+    h, w, targets = frozen(40, 50, 8)
+    frozen_run(h, w, targets)
+    with no_grad(), autocast("bfloat16"):
+        head_loss(Tensor(h, requires_grad=True), w, targets)
+    assert calls == [True, False]  # evaluation forms no gradient
+    frozen_run(h, w.copy(), targets)
+    with autocast("bfloat16"):
+        head_loss(h, Tensor(w, requires_grad=True), targets)
+    head_loss(h, w, targets)  # float32
+    with use_kernels(False):
+        frozen_run(h, w, targets)
+    assert len(calls) == 2
+
+
+def test_without_tiles_the_formula_gives_the_same(monkeypatch):
+    h, w, targets = frozen(40, 1000, 50)
+    on = frozen_run(h, w, targets)
+    monkeypatch.setenv("PEFT_CORE_BF16", "off")
+    off = frozen_run(h, w, targets)
+    assert relative_error(on[0], off[0]) < 2e-6 and relative_error(on[1], off[1]) < 3e-3
+
+
+@pytest.mark.parametrize("tiles", ["on", "off"])
+def test_no_labelled_row_gives_nothing(tiles, monkeypatch):
+    monkeypatch.setenv("PEFT_CORE_BF16", tiles)
+    h, w, targets = frozen(9, 50, 8)
+    loss, gh = frozen_run(h, w, targets * 0 - 100)
+    assert loss == 0 and not gh.any()
+
+
+@pytest.mark.parametrize("tiles", ["on", "off"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_row_shows_in_a_frozen_head(bad, tiles, monkeypatch):
+    monkeypatch.setenv("PEFT_CORE_BF16", tiles)
+    h, w, targets = frozen(40, 1000, 50)
+    targets[:] = 7
+    h[3, 5] = bad
+    with np.errstate(all="ignore"):
+        loss, gh = frozen_run(h, w, targets)
+    assert np.isnan(loss) and np.isnan(gh[3]).any() and np.isfinite(np.delete(gh, 3, axis=0)).all()
+
+
+@needs_tiles
+def test_tiles_give_the_same_bits_each_time():
+    arrays = frozen(200, 1000, 50)
+    a, b = frozen_run(*arrays), frozen_run(*arrays)
+    assert all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize(("function", "error", "text"), [

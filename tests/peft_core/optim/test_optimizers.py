@@ -4,10 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from peft_core import Tensor, kernels
+from peft_core import Tensor, kernels, no_grad
 from peft_core.errors import ConfigError
 from peft_core.nn import Parameter
-from peft_core.optim import SGD, AdamW, Optimizer
+from peft_core.optim import SGD, Adam, AdamW, Optimizer
 
 
 def parameters(dtype=np.float32):
@@ -59,13 +59,48 @@ def test_adamw_follows_the_formula(dtype, fused, settings):
         np.testing.assert_allclose(p.data, value, rtol=2e-6 if dtype == np.float32 else 1e-13, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adam_pulls_by_the_gradient(dtype, fused, decay):
+    """Algorithm 1 of the paper in float64, on g + decay p."""
+    params = parameters(dtype)
+    values = [p.data.astype(np.float64) for p in params]
+    moments = [(np.zeros_like(v), np.zeros_like(v)) for v in values]
+    for t in range(1, 21):
+        for i, g in enumerate(gradients(t - 1, params)):
+            g = g + decay * values[i]
+            m, v = 0.8 * moments[i][0] + 0.2 * g, 0.95 * moments[i][1] + 0.05 * g**2
+            moments[i] = m, v
+            values[i] = values[i] - 0.05 * (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-3)
+    with kernels.use_kernels(fused):
+        train(Adam(params, lr=0.05, betas=(0.8, 0.95), eps=1e-3, weight_decay=decay), params)
+    for p, value in zip(params, values, strict=True):
+        np.testing.assert_allclose(p.data, value, rtol=2e-6 if dtype == np.float32 else 1e-13, atol=1e-6)
+
+
+def test_step_runs_a_closure_with_gradients():
+    p = Parameter(np.ones(1, np.float32))
+    optimizer = SGD([p], lr=0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    with no_grad():
+        assert optimizer.step(closure).item() == 1
+    assert p.item() == 0 and optimizer.step() is None
+
+
 def test_adamw_uses_its_kernel_and_its_kernel_is_compiled():
-    from peft_core.optim.adamw import _adamw
+    from peft_core.optim.adam import _adam
 
     params = parameters()
     with kernels.use_kernels(True):
         train(AdamW(params), params)
-    assert not _adamw.kernel.broken and _adamw.kernel._known
+    assert not _adam.kernel.broken and _adam.kernel._known
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -136,14 +171,14 @@ def test_layouts_other_than_flat_memory(fused):
 def test_groups_have_their_own_settings_and_lr_may_be_changed():
     a, b = Parameter(np.ones(1, np.float32)), Parameter(np.ones(1, np.float32))
     optimizer = SGD([{"params": [a], "lr": 0.5}, {"params": b, "weight_decay": 1.0}], lr=0.25)
-    assert [g["initial_lr"] for g in optimizer.param_groups] == [0.5, 0.25]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.25]
     a.grad = b.grad = np.ones(1, np.float32)
     optimizer.step()
     assert a.item() == 0.5 and b.item() == 0.5
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()
-    assert a.item() == 0.5 and optimizer.param_groups[0]["initial_lr"] == 0.5
+    assert a.item() == 0.5
 
 
 def test_zero_grad():
@@ -182,6 +217,7 @@ def test_state_dict_layout():
     params = parameters()
     optimizer = AdamW([{"params": params[:1]}, {"params": params[1:]}])
     train(optimizer, params, range(3))
+    assert "initial_lr" not in optimizer.param_groups[0]
     state = optimizer.state_dict()
     assert list(state) == ["state", "param_groups"] and list(state["state"]) == [0, 1, 2, 3]
     assert list(state["state"][0]) == ["step", "exp_avg", "exp_avg_sq"] and state["state"][3]["step"] == 3
@@ -237,6 +273,9 @@ P = Parameter(np.ones(2, np.float32))
     (lambda: AdamW([P], lr="1e-3"), "lr is '1e-3'; expected a finite number"),
     (lambda: AdamW([P], weight_decay=-0.1), "weight_decay is -0.1; expected a finite number of at least 0."),
     (lambda: AdamW([P], betas=(0.9, 1.0)), "betas are (0.9, 1.0); expected two numbers in [0, 1)."),
+    (lambda: Adam([P], amsgrad=True), "Adam(amsgrad=True) is not supported; expected amsgrad=False."),
+    (lambda: AdamW([P], maximize=True, foreach=True), "AdamW(maximize=True) is not supported; expected maximize"),
+    (lambda: SGD([P], fused=True, differentiable=True), "SGD(differentiable=True) is not supported"),
     (lambda: AdamW([P], eps=-1e-8), "eps is -1e-08; expected a finite number of at least 0."),
     (lambda: SGD([P], momentum=-1), "momentum is -1; expected a finite number of at least 0."),
     (lambda: SGD([P], nesterov=True),
@@ -251,6 +290,7 @@ def test_wrong_settings(make, text):
 
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: AdamW(P), "params is a single Tensor; expected a list of Tensors or of groups. Write [tensor]."),
+    (lambda: Adam([P], beta=1), "Adam got an option 'beta'; expected torch's names for its settings."),
     (lambda: AdamW([P, 3]), "parameter 1 of a group is a int; expected a Tensor."),
     (lambda: AdamW([{"lr": 1}]), 'a group is dict without "params"; expected {"params": Tensors, ...}.'),
 ])  # fmt: skip

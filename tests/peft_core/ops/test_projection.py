@@ -1,0 +1,247 @@
+"""project: the fused op against formulas in float64, and its bf16 kernels on ragged shapes."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peft_core import Tensor, autocast, kernels, ops, packing
+from peft_core.dtypes import bfloat16
+from peft_core.ops import projection, projection_bf16
+from peft_core.ops.projection import Layout
+from support.cases import Case, every, relative_error
+
+needs_tiles = pytest.mark.skipif(not kernels.tiles_supported(), reason="this CPU has no AVX512-BF16")
+
+
+def before_products(x: np.ndarray, norm: np.ndarray | None, gated: bool, eps: float) -> np.ndarray:
+    if norm is not None:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * norm
+    if gated:
+        gate, up = np.split(x, 2, axis=-1)
+        return gate / (1 + np.exp(-gate)) * up
+    return x
+
+
+def reference(x, residual, norm, *tensors, layout, eps=1e-5, gated=False) -> np.ndarray:
+    h, flat, outputs = before_products(x, norm, gated, eps), list(tensors), []
+    for biased, scales in zip(layout.biased, layout.scales, strict=True):
+        y = h @ flat.pop(0).T
+        y = y + flat.pop(0) if biased else y
+        for scale in scales:
+            a, b = flat.pop(0), flat.pop(0)
+            y = y + scale * (h @ a.T) @ b.T
+        outputs.append(y)
+    y = np.concatenate(outputs, axis=-1)
+    return y if residual is None else residual + y
+
+
+TWO = Layout((True, False), ((0.5, 2.0), (3.0,)))  # two linears: a bias and two adapters, no bias and one
+SHAPES = [(4, 6), (4,), (2, 6), (4, 2), (3, 6), (4, 3), (5, 6), (2, 6), (5, 2)]
+
+
+def group_inputs(x: tuple, norm: bool, residual: bool) -> Any:
+    shapes = [x, *([(x[0], 9)] if residual else []), *([(6,)] if norm else []), *SHAPES]
+    return lambda rng: [rng.normal(size=s) for s in shapes]
+
+
+def call(norm: bool, residual: bool, function: Any) -> Any:
+    """``function`` as one of the arrays that are there: Case has no place for None."""
+
+    def spread(x, *rest, **params):
+        rest = list(rest)
+        r = rest.pop(0) if residual else None
+        n = rest.pop(0) if norm else None
+        return function(x, r, n, *rest, **params)
+
+    return spread
+
+
+def row(name: str, *, norm: bool = False, gated: bool = False, residual: bool = False, **more: Any) -> Case:
+    x = (3, 12) if gated else (3, 6)
+    return Case(name, call(norm, residual, ops.project), group_inputs(x, norm, residual),
+                call(norm, residual, reference), params={"layout": TWO, "gated": gated}, retains=None,
+                slack=4, **more)  # fmt: skip
+
+
+CASES = [
+    row("plain"),
+    row("norm", norm=True),
+    row("gated", gated=True),
+    row("residual", residual=True),
+    row("norm residual", norm=True, residual=True),
+    row("gated residual", gated=True, residual=True),
+    row("norm autocast", norm=True, autocast="bfloat16", out="bfloat16", dtypes=("float32",)),
+    row("norm residual autocast", norm=True, residual=True, autocast="bfloat16", out="float32", dtypes=("float32",)),
+]
+
+
+@every(CASES)
+def test_case(check: Any, case: Case, dtype: str) -> None:
+    check(case, dtype)
+
+
+def _adapted(rng: np.random.Generator, n_in: int, outs: list, ranks: list, dtype: Any = np.float32) -> tuple:
+    """(tensors, layout): frozen read-only weights, adapters that train."""
+    tensors, scales = [], []
+    for n_out, rs in zip(outs, ranks, strict=True):
+        w = (rng.normal(size=(n_out, n_in)) / np.sqrt(n_in)).astype(dtype)
+        w.flags.writeable = False
+        tensors.append(Tensor(w))
+        scales.append(tuple(0.5 + i for i in range(len(rs))))
+        for r in rs:
+            tensors.append(Tensor((rng.normal(size=(r, n_in)) / np.sqrt(n_in)).astype("f4"), True))
+            tensors.append(Tensor((rng.normal(size=(n_out, r)) / np.sqrt(r)).astype("f4"), True))
+    return tensors, Layout((False,) * len(outs), tuple(scales))
+
+
+def test_what_is_retained_is_x_and_s_and_nothing_of_the_width_of_h() -> None:
+    rng = np.random.default_rng(0)
+    tensors, layout = _adapted(rng, 64, [32, 32], [[4], [4]])
+    x, norm = Tensor(rng.normal(size=(100, 64)).astype("f4"), True), Tensor(np.ones(64, "f4"))
+    y = ops.project(x, None, norm, *tensors, layout=layout)
+    run = y.grad_fn.vjp.__self__
+    own = [run.x, run.before.r, *run.s]
+    assert run.x.base is x.data or run.x is x.data
+    assert sum(a.nbytes for a in own if a is not None) - x.data.nbytes == 100 * 4 + 2 * 100 * 4 * 4
+    assert not any(isinstance(v, np.ndarray) and v.size > x.data.size for v in vars(run).values())
+
+
+def test_a_frozen_group_over_a_plain_input_retains_no_activation() -> None:
+    rng = np.random.default_rng(0)
+    tensors, layout = _adapted(rng, 64, [32], [[]])
+    y = ops.project(Tensor(rng.normal(size=(100, 64)).astype("f4"), True), None, None, *tensors, layout=layout)
+    assert y.grad_fn.vjp.__self__.x is None
+
+
+def test_adapters_that_are_zero_leave_the_base_bit_for_bit() -> None:
+    rng = np.random.default_rng(0)
+    tensors, layout = _adapted(rng, 64, [32, 16], [[4], [4]])
+    for b in (tensors[2], tensors[5]):
+        b.data[...] = 0
+    x, norm = rng.normal(size=(10, 64)).astype("f4"), np.ones(64, "f4")
+    with_terms = ops.project(x, None, norm, *tensors, layout=layout)
+    without = ops.project(x, None, norm, tensors[0], tensors[3], layout=Layout((False, False), ((), ())))
+    np.testing.assert_array_equal(with_terms.data, without.data)
+
+
+# ------------------------------------------------------------------------------------------------ bf16 kernels
+
+TILES = [  # rows, width, outputs, ranks, what stands before, residual
+    (37, 64, [50, 22], [[4], [16, 3]], "norm", False),
+    (1, 64, [50, 22], [[4], [16, 3]], "norm", True),
+    (300, 66, [96], [[8]], "plain", True),
+    (13, 34, [50], [[8]], "gated", True),
+    (130, 34, [50, 4], [[8], []], "plain", False),
+    (515, 192, [192, 64, 64], [[16]] * 3, "norm", False),
+    (205, 96, [48], [[]], "gated", False),
+    (99, 48, [98, 98], [[64], [33]], "norm", False),
+]
+
+
+class _Example:
+    def __init__(self, n, width, outs, ranks, before, residual, seed=0) -> None:
+        rng = np.random.default_rng(seed)
+        x = rng.normal(size=(n, width * (2 if before == "gated" else 1))).astype("f4")
+        self.x = x if before == "norm" else x.astype(bfloat16)
+        self.norm = rng.normal(size=width).astype("f4") if before == "norm" else None
+        self.residual = rng.normal(size=(n, sum(outs))).astype("f4") if residual else None
+        self.tensors, self.layout = _adapted(rng, width, outs, ranks, bfloat16)
+        self.gy = rng.normal(size=(n, sum(outs))).astype("f4" if residual else bfloat16)
+        self.gated = before == "gated"
+
+    def run(self, gy=None) -> dict[str, np.ndarray]:
+        for t in self.tensors:
+            t.grad = None
+        x, residual = Tensor(self.x, True), None if self.residual is None else Tensor(self.residual, True)
+        norm = None if self.norm is None else Tensor(self.norm)
+        with autocast("bfloat16"):
+            y = ops.project(x, residual, norm, *self.tensors, layout=self.layout, gated=self.gated)
+        self.vjp = y.grad_fn.vjp
+        y.backward(self.gy if gy is None else gy)
+        out = {"y": y.data, "x": x._grad} | ({} if residual is None else {"residual": residual._grad})
+        return out | {f"tensor {i}": t._grad for i, t in enumerate(self.tensors) if t.requires_grad}
+
+    def truth(self) -> dict[str, np.ndarray]:
+        """The same numbers in float64: tape and formula that the table above checks against central differences."""
+        wide = [Tensor(t.data.astype("f8"), t.requires_grad) for t in self.tensors]
+        for t in wide:  # the kernels round A and B first
+            t.data = t.data.astype(bfloat16).astype("f8")
+        x = Tensor(self.x.astype("f8"), True)
+        residual = None if self.residual is None else Tensor(self.residual.astype("f8"), True)
+        norm = None if self.norm is None else Tensor(self.norm.astype("f8"))
+        y = ops.project(x, residual, norm, *wide, layout=self.layout, gated=self.gated)
+        y.backward(self.gy.astype("f8"))
+        out = {"y": y.data, "x": x._grad} | ({} if residual is None else {"residual": residual._grad})
+        return out | {f"tensor {i}": t._grad for i, t in enumerate(wide) if t.requires_grad}
+
+
+@needs_tiles
+@pytest.mark.parametrize("shape", TILES, ids=str)
+def test_the_kernels_agree_with_float64(shape: tuple) -> None:
+    example = _Example(*shape)
+    got, truth = example.run(), example.truth()
+    assert isinstance(example.vjp, projection_bf16._Backward)
+    assert got.keys() == truth.keys()
+    for name, value in got.items():
+        assert relative_error(value, truth[name]) < 8e-3, (name, relative_error(value, truth[name]))
+
+
+@needs_tiles
+@pytest.mark.parametrize("before", ["norm", "plain", "gated"])
+def test_nan_comes_out_of_the_kernels(before: str) -> None:
+    example = _Example(20, 64, [50], [[4]], before, True)
+    example.x[3, 5] = np.nan
+    got = example.run()
+    assert np.isnan(got["y"][3].astype("f4")).all() and np.isfinite(np.delete(got["y"], 3, 0)).all()
+    assert np.isnan(got["tensor 1"]).any() and np.isnan(got["tensor 2"]).all()
+
+
+@needs_tiles
+def test_the_same_bits_every_time() -> None:
+    example = _Example(*TILES[5])
+    first, second = example.run(), example.run()
+    assert all((first[k].tobytes() == second[k].tobytes()) for k in first)
+
+
+@needs_tiles
+def test_a_gradient_that_has_arrived_is_added_to_in_place() -> None:
+    example = _Example(*TILES[0])
+    once = example.run()
+    x = Tensor(example.x, True)
+    with autocast("bfloat16"):
+        h = ops.add(x, np.float32(0))  # an intermediate value with two users
+        y = ops.project(h, None, example.norm, *example.tensors, layout=example.layout)
+        both = ops.add(ops.sum(ops.mul(y, example.gy)), ops.sum(ops.mul(h, np.float32(3))))
+    both.backward()
+    assert relative_error(x._grad, once["x"].astype("f8") + 3) < 1e-2
+
+
+@needs_tiles
+@pytest.mark.parametrize("why", ["writable", "trains", "odd", "float32", "off"])
+def test_what_the_kernels_do_not_compute_takes_the_formula(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = _Example(20, 64, [50], [[4]], "norm", False)
+    w = example.tensors[0]
+    if why == "writable":
+        w.data = w.data.copy()
+    if why == "trains":
+        w.requires_grad = True
+    if why == "odd":
+        example = _Example(20, 63, [50], [[4]], "norm", False)
+    if why == "off":
+        monkeypatch.setenv("PEFT_CORE_BF16", "off")
+    with autocast("float32" if why == "float32" else "bfloat16"):
+        y = ops.project(example.x, None, example.norm, *example.tensors, layout=example.layout)
+    assert isinstance(y.grad_fn.vjp.__self__, projection._Projection)
+
+
+@needs_tiles
+def test_packed_weights_go_when_the_weights_go() -> None:
+    before = len(packing._packed)
+    example = _Example(20, 64, [50], [[4]], "norm", False)
+    example.run()
+    assert len(packing._packed) == before + 2  # forward and backward
+    del example
+    gc.collect()
+    assert len(packing._packed) == before

@@ -1,0 +1,150 @@
+"""The register tile and its parts against float64.  Skipped where the CPU has no AVX512-BF16."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from peft_core import kernels
+
+needs_tiles = pytest.mark.skipif(not kernels.tiles_supported(), reason="no AVX512-BF16 here")
+
+
+def bf16(rng, *shape):
+    return rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+
+def elementwise(function, x, dtype=np.float32):
+    from numba import njit
+
+    from peft_core import tiles
+
+    f = getattr(tiles, function)
+
+    @njit(**{**tiles.FAST, "cache": False})
+    def run(x, y):
+        for i in range(len(x)):
+            y[i] = f(x[i])
+
+    y = np.empty(len(x), dtype)
+    run(x, y)
+    return y
+
+
+@needs_tiles
+@pytest.mark.parametrize("rows, columns", [(8, 48), (6, 64), (8, 16)])
+@pytest.mark.parametrize("k", [1, 2, 5, 16])
+@pytest.mark.parametrize("add", [0, 1])
+def test_a_tile_is_a_product(rows, columns, k, add):
+    from numba import njit
+
+    from peft_core import tiles
+
+    tile = getattr(tiles, f"tile_{rows}x{columns}")
+
+    @njit(nogil=True)
+    def run(a, w, c):
+        tile(a, 3, k + 2, w, 5, columns + 16, k, c, 7, columns + 1, add)
+
+    rng = np.random.default_rng(0)
+    a, w = bf16(rng, rows, 2 * (k + 2)), bf16(rng, k, columns + 16, 2)
+    c = rng.standard_normal((rows, columns + 1)).astype(np.float32)
+    flat_a = np.concatenate([np.zeros(3, np.uint32), a.view(np.uint32).reshape(-1)])
+    flat_w = np.concatenate([np.zeros(5, np.uint32), w.view(np.uint32).reshape(-1)])
+    flat_c = np.concatenate([np.zeros(7, np.float32), c.reshape(-1)])
+    run(flat_a, flat_w, flat_c)
+    got = flat_c[7:].reshape(rows, -1)
+    truth = a[:, : 2 * k].astype(float) @ w[:, :columns].astype(float).transpose(0, 2, 1).reshape(2 * k, columns)
+    np.testing.assert_allclose(got[:, :columns], truth + add * c[:, :columns], atol=1e-5)
+    assert (got[:, columns] == c[:, columns]).all(), "wrote past the tile"
+
+
+@needs_tiles
+@pytest.mark.parametrize("shape", [(1, 1), (48, 2), (50, 7), (97, 65)])
+def test_packed_weights_come_back(shape):
+    from peft_core import tiles
+
+    w = bf16(np.random.default_rng(0), *shape).view(np.uint16)
+    for source, pack in ((w, tiles.pack_rows), (np.ascontiguousarray(w.T), tiles.pack_columns)):
+        packed = np.full(-(-shape[0] // 48) * 48 * ((shape[1] + 1) // 2), 77, np.uint32)
+        kernels.run_kernel(pack, source, packed)
+        back = np.empty_like(w)
+        kernels.run_kernel(tiles.unpack_rows, packed, back)
+        assert (back == w).all()
+        panels = packed.reshape(-1, (shape[1] + 1) // 2, 48)
+        assert (panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[shape[0] :] == 0).all(), "padding is not 0"
+
+
+@needs_tiles
+def test_exp_is_exact_and_hides_nothing():
+    x = np.linspace(-87.3, 88.72, 100_001).astype(np.float32)
+    assert abs(elementwise("exp", x) / np.exp(x.astype(float)) - 1).max() < 4e-7
+    odd = np.array([np.nan, np.inf, -np.inf, 0, 88.72283, 88.723, 1e30, -88, -1e30], np.float32)
+    got = elementwise("exp", odd)
+    assert np.isnan(got[0])
+    np.testing.assert_allclose(got[1:], [np.inf, 0, 1, 3.402e38, np.inf, np.inf, 0, 0], rtol=1e-3)
+
+
+@needs_tiles
+def test_exp2_is_close_and_hides_nothing():
+    x = -np.linspace(0, 126, 100_001).astype(np.float32)
+    assert abs(elementwise("exp2", x) / np.exp2(x.astype(float)) - 1).max() < 2e-5
+    got = elementwise("exp2", np.array([np.nan, -np.inf, -1e30], np.float32))
+    assert np.isnan(got[0])
+    assert (got[1:] < 1e-37).all()
+
+
+@needs_tiles
+def test_bits_round_like_ml_dtypes():
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
+    bits, truth = elementwise("bf16_bits", x, np.uint16), x.astype(ml_dtypes.bfloat16)
+    nan = np.isnan(x)
+    assert nan.any()
+    assert np.isnan(bits.view(ml_dtypes.bfloat16)[nan]).all()
+    assert (bits == truth.view(np.uint16))[~nan].all()
+    assert (elementwise("widen", bits)[~nan] == truth.astype(np.float32)[~nan]).all()
+
+
+@needs_tiles
+def test_vectors_round_like_ml_dtypes():
+    from numba import njit
+
+    from peft_core.tiles import pair16, round16
+
+    @njit
+    def run(x, one, two):
+        round16(x, 0, one, 0)
+        pair16(x, 0, 16, two, 0)
+
+    x = np.random.default_rng(0).standard_normal(32).astype(np.float32)
+    x[3] = np.nan
+    one, two = np.zeros(16, np.uint16), np.zeros(16, np.uint32)
+    run(x, one, two)
+    truth = x.astype(ml_dtypes.bfloat16).astype(np.float32).reshape(2, 16)
+    np.testing.assert_array_equal(one.view(ml_dtypes.bfloat16).astype(np.float32), truth[0])
+    np.testing.assert_array_equal(two.view(ml_dtypes.bfloat16).astype(np.float32).reshape(16, 2), truth.T)
+
+
+def test_tiles_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv("PEFT_CORE_BF16", "off")
+    assert not kernels.tiles_supported()
+    monkeypatch.delenv("PEFT_CORE_BF16")
+    with kernels.use_kernels(False):
+        assert not kernels.tiles_supported()
+
+
+def test_tiles_that_cannot_be_compiled_are_said_once(monkeypatch, capsys):
+    def broken(*args):
+        raise RuntimeError("no such instruction")
+
+    from llvmlite import binding
+
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {"avx512bf16": True, "avx512f": True})
+    monkeypatch.setattr(kernels, "run_kernel", broken)
+    kernels._tiles_run.cache_clear()
+    try:
+        assert not kernels.tiles_supported()
+        assert not kernels.tiles_supported()
+    finally:
+        kernels._tiles_run.cache_clear()
+    assert capsys.readouterr().err.count("no such instruction") == 1
