@@ -44,7 +44,7 @@ GIFT = [
      "but {F} was late, because {C}, and {H} waited {pP} with {tT}.",
      "because {C}, {H} had to [wait|stay] {pP} and hold {tT} [tightly|in both hands]."],
     ["{talk_why}", "{talk_what}", "{talk_where}"],
-    ["{F} [took|unwrapped|held] {tT} and was [so|very] {glad} that {f} [laughed|cried a little|danced|sang].",
+    ["{F} [took|unwrapped|held] {tT} and was so {glad} that {f} [laughed|cried a little|danced|sang].",
      "when {F} saw {tT}, {f} [said nothing|smiled|clapped {fs} hands] and [hugged|thanked] {H}.",
      "{F} looked at {tT} and [turned red|whispered a thank you|jumped for joy]."],
     ["from then on {tT} stood {pP}, where [both|the two] [met|played|talked] every week.",
