@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -89,9 +88,10 @@ class Pretraining:
         self.state, extra = load_training_state(folder, self.model, self.optimizer)
         total, planned, done = len(self.steps), extra["total"], self.state.step
         if total != planned and done > (1 - FALL) * min(total, planned):
-            raise ConfigError(f"--steps is {total}, but the run in {folder} was planned for {planned} and is at {done}; "
-                              f"expected {planned}: the learning rate depends on it by now. Give it, or start again "
-                              "without --resume.")  # fmt: skip
+            raise ConfigError(
+                f"--steps is {total}, but the run in {folder} was planned for {planned} and is at {done}; expected "
+                f"{planned}: the learning rate depends on it by now. Give it, or start again without --resume."
+            )
         self.tokens, self.seconds, self.losses = extra["tokens"], extra["seconds"], list(extra["losses"])
 
 

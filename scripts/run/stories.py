@@ -11,11 +11,14 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from run import story_plots as plots
 from run import story_words as words
 
 Messages = list[dict[str, str]]
+T = TypeVar("T")
+PLACES = [(preposition, place) for preposition, places in words.PLACES.items() for place in places.split()]
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _START = re.compile(r'(^"?|[.?!] "?|[.!]" "?)([a-z])')  # not after ?", where "asked ..." goes on
 
@@ -31,8 +34,8 @@ class Facts:
     slots: dict[str, str]
 
 
-def pick(rng: random.Random, options: Sequence[str]) -> str:
-    """One of the options."""
+def pick(rng: random.Random, options: Sequence[T]) -> T:
+    """One of the options.  Nothing but ``random()`` is used: it alone gives the same numbers in every Python."""
     return options[int(rng.random() * len(options))]
 
 
@@ -50,8 +53,7 @@ def make_facts(rng: random.Random, names: Sequence[str] | None = None) -> Facts:
     friend = pick(rng, [n for n in (names if names is not None else she + he) if n != hero])
     plural = rng.random() < 0.2
     thing, look = pick(rng, words.PAIRS if plural else words.THINGS), pick(rng, words.LOOKS)
-    preposition = rng.choices(list(words.PLACES), [21, 23, 10, 10])[0]
-    place = pick(rng, words.PLACES[preposition].split())
+    preposition, place = pick(rng, PLACES)
     some = "some" if plural else "an" if look[0] in "aeiou" else "a"
     h, f = (("she", "her", "her") if name in she else ("he", "his", "him") for name in (hero, friend))
     it = ("them", "they", "were", "are", "these") if plural else ("it", "it", "was", "is", "this")
@@ -72,7 +74,7 @@ def sentence(rng: random.Random, template: str, facts: Facts) -> str:
              "job": pick(rng, words.JOBS), "kin": pick(rng, words.KIN),
              "when": expand(rng, pick(rng, words.TIMES))}  # fmt: skip
     text = template.format(**facts.slots, **fresh)
-    text = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
+    text = re.sub(r"\b([Aa]) (?=[aeiou]|ho(?:nest|ur))", r"\1n ", text)
     return _START.sub(lambda found: found[1] + found[2].upper(), text)
 
 
@@ -96,7 +98,8 @@ def document(seed: int, index: int) -> str | Messages:
     if kind < 0.72:
         ask = sentence(rng, pick(rng, plots.REQUESTS), facts)
         return chat(ask, " ".join(tell(rng, facts)))
-    questions = rng.sample(plots.QUESTIONS, rng.choice((1, 2, 2, 3)))
+    shuffled = sorted(plots.QUESTIONS, key=lambda _: rng.random())
+    questions = shuffled[: pick(rng, (1, 2, 2, 3))]
     asked = [(sentence(rng, q, facts), sentence(rng, pick(rng, a), facts)) for q, a in questions]
     first, *later = asked
     messages = chat(" ".join(tell(rng, facts, rng.random() < 0.5)) + " " + first[0], first[1])

@@ -22,86 +22,134 @@ OPENINGS = [
 ]
 
 LOST = [
-    ["{H} had [brought|carried|taken] {aT} [along|in {hs} bag|under {hs} arm|as a gift for {F}].",
-     "{h} had {aT} with {ho}, [a present from|a gift of] {hs} {kin}.",
-     "{hs} {kin} had given {ho} {aT} [for {hs} birthday|before the journey|and told {ho} to take care]."],
-    ["but {pP} {tT} {was} [suddenly gone|nowhere to be seen|missing], because {C}.",
-     "because {C}, {h} [lost|dropped|forgot] {tT} {pP}.",
-     "then {h} lost {tT} somewhere {pP}, and all because {C}."],
-    ["{H} looked [under the bench|behind the door|between the stones|in every corner], but {tT} {was} not there.",
-     "{h} [searched|looked] [for an hour|everywhere|until dark] and grew {feel}.",
-     "{H} [asked the {job}|asked a {trait} {job}|called for help], but nobody had seen {tT}."],
+    [
+        "{H} had [brought|carried|taken] {aT} [along|in {hs} bag|under {hs} arm|as a gift for {F}].",
+        "{h} had {aT} with {ho}, [a present from|a gift of] {hs} {kin}.",
+        "{hs} {kin} had given {ho} {aT} [for {hs} birthday|before the journey|and told {ho} to take care].",
+    ],
+    [
+        "but {pP} {tT} {was} [suddenly gone|nowhere to be seen|missing], because {C}.",
+        "because {C}, {h} [lost|dropped|forgot] {tT} {pP}.",
+        "then {h} lost {tT} somewhere {pP}, and all because {C}.",
+    ],
+    [
+        "{H} looked [under the bench|behind the door|between the stones|in every corner], but {tT} {was} not there.",
+        "{h} [searched|looked] [for an hour|everywhere|until dark] and grew {feel}.",
+        "{H} [asked the {job}|asked a {trait} {job}|called for help], but nobody had seen {tT}.",
+    ],
     ["{talk_where}", "{talk_why}", "{talk_what}"],
-    ["{F} [searched|looked] too, and soon {f} found {tT} {pP}[, wet but whole| in the grass| beside a barrel].",
-     "together {H} and {F} found {tT} [again|at last] {pP}.",
-     "in the end {F} saw {tT} {pP}, half hidden by [leaves|snow|straw|sand]."],
+    [
+        "{F} [searched|looked] too, and soon {f} found {tT} {pP}[, wet but whole| in the grass| beside a barrel].",
+        "together {H} and {F} found {tT} [again|at last] {pP}.",
+        "in the end {F} saw {tT} {pP}, half hidden by [leaves|snow|straw|sand].",
+    ],
 ]
 GIFT = [
-    ["{H} wanted to give {F} {aT}[| because {F} had been so {trait}| for {fs} birthday].",
-     "{h} had [bought|made|wrapped|painted] {aT} for {F}, {hs} {trait} [friend|neighbour|cousin].",
-     "{hs} plan was [simple|secret]: {F} should get {aT} {pP}."],
-    ["{F} did not come to {P} [at first|for a long time], because {C}.",
-     "but {F} was late, because {C}, and {H} waited {pP} with {tT}.",
-     "because {C}, {H} had to [wait|stay] {pP} and hold {tT} [tightly|in both hands]."],
+    [
+        "{H} wanted to give {F} {aT}[| because {F} had been so {trait}| for {fs} birthday].",
+        "{h} had [bought|made|wrapped|painted] {aT} for {F}, {hs} {trait} [friend|neighbour|cousin].",
+        "{hs} plan was [simple|secret]: {F} should get {aT} {pP}.",
+    ],
+    [
+        "{F} did not come to {P} [at first|for a long time], because {C}.",
+        "but {F} was late, because {C}, and {H} waited {pP} with {tT}.",
+        "because {C}, {H} had to [wait|stay] {pP} and hold {tT} [tightly|in both hands].",
+    ],
     ["{talk_why}", "{talk_what}", "{talk_where}"],
-    ["{F} [took|unwrapped|held] {tT} and was so {glad} that {f} [laughed|cried a little|danced|sang].",
-     "when {F} saw {tT}, {f} [said nothing|smiled|clapped {fs} hands] and [hugged|thanked] {H}.",
-     "{F} looked at {tT} and [turned red|whispered a thank you|jumped for joy]."],
-    ["from then on {tT} stood {pP}, where [both|the two] [met|played|talked] every week.",
-     "{F} kept {tT} [for years|for ever|by the window], and {H} was {glad}."],
+    [
+        "{F} [took|unwrapped|held] {tT} and was so {glad} that {f} [laughed|cried a little|danced|sang].",
+        "when {F} saw {tT}, {f} [said nothing|smiled|clapped {fs} hands] and [hugged|thanked] {H}.",
+        "{F} looked at {tT} and [turned red|whispered a thank you|jumped for joy].",
+    ],
+    [
+        "from then on {tT} stood {pP}, where [both|the two] [met|played|talked] every week.",
+        "{F} kept {tT} [for years|for ever|by the window], and {H} was {glad}.",
+    ],
 ]
 REPAIR = [
-    ["{pP} {h} found {aT}, but {itS} {was} [damaged|cracked|bent|full of mud|in pieces].",
-     "{H} [saw|noticed|discovered] {aT} {pP}, and {itS} {was} in a bad state, because {C}.",
-     "{H} [owned|had] {aT}, and {itS} {was} no longer [any good|in order], because {C}."],
-    ["{h} wanted to [mend|repair] {it} [alone|with glue|with a nail|before the evening], but it was too hard.",
-     "{H} [tried|tried again] to repair {tT} [with a bit of wire|with {hs} bare hands], but {h} was too {trait}.",
-     "{h} [sighed|frowned] and put {tT} on [a table|a bench|a flat stone] {pP}."],
+    [
+        "{pP} {h} found {aT}, but {itS} {was} [damaged|cracked|bent|full of mud|in pieces].",
+        "{H} [saw|noticed|discovered] {aT} {pP}, and {itS} {was} in a bad state, because {C}.",
+        "{H} [owned|had] {aT}, and {itS} {was} no longer [any good|in order], because {C}.",
+    ],
+    [
+        "{h} wanted to [mend|repair] {it} [alone|with glue|with a nail|before the evening], but it was too hard.",
+        "{H} [tried|tried again] to repair {tT} [with a bit of wire|with {hs} bare hands], but {h} was too {trait}.",
+        "{h} [sighed|frowned] and put {tT} on [a table|a bench|a flat stone] {pP}.",
+    ],
     ["{talk_what}", "{talk_why}", "{talk_where}"],
-    ["{F}, who was a {trait} {job}, [knew what to do|had the right tool|had patience].",
-     "{F} [fetched|brought] [some glue|a brush|oil|thread] and [showed|taught] {H} how to mend {tT}."],
-    ["after [an hour|a while|a long day] {tT} {was} as good as new, and {H} [was {glad}|beamed|whistled].",
-     "then {tT} [shone|gleamed] again, and everybody {pP} [came to look|was {glad}|clapped].",
-     "{H} and {F} carried {tT} home[| in the dark| with a song]."],
+    [
+        "{F}, who was a {trait} {job}, [knew what to do|had the right tool|had patience].",
+        "{F} [fetched|brought] [some glue|a brush|oil|thread] and [showed|taught] {H} how to mend {tT}.",
+    ],
+    [
+        "after [an hour|a while|a long day] {tT} {was} as good as new, and {H} [was {glad}|beamed|whistled].",
+        "then {tT} [shone|gleamed] again, and everybody {pP} [came to look|was {glad}|clapped].",
+        "{H} and {F} carried {tT} home[| in the dark| with a song].",
+    ],
 ]
 SECRET = [
-    ["{H} had a secret: {h} had hidden {aT} {pP}.",
-     "nobody knew that {H} kept {aT} {pP}[, not even {hs} {kin}|, under a cloth|, behind a board]."],
-    ["{h} had hidden {it} [in spring|at night|long ago], because {C}.",
-     "{hs} reason was [simple|strange]: {C}.",
-     "{h} did it because {C}, and now {h} felt {feel}."],
-    ["[one day|later|the next day] {F} came to {P} and [nearly fell over|stepped on|bumped into] {tT}.",
-     "but {F} was {trait} and followed {H} to {P}."],
+    [
+        "{H} had a secret: {h} had hidden {aT} {pP}.",
+        "nobody knew that {H} kept {aT} {pP}[, not even {hs} {kin}|, under a cloth|, behind a board].",
+    ],
+    [
+        "{h} had hidden {it} [in spring|at night|long ago], because {C}.",
+        "{hs} reason was [simple|strange]: {C}.",
+        "{h} did it because {C}, and now {h} felt {feel}.",
+    ],
+    [
+        "[one day|later|the next day] {F} came to {P} and [nearly fell over|stepped on|bumped into] {tT}.",
+        "but {F} was {trait} and followed {H} to {P}.",
+    ],
     ["{talk_what}", "{talk_where}", "{talk_why}"],
-    ["{F} promised to [say nothing|keep quiet] about {tT}, and {H} was {glad}.",
-     "since then {H} and {F} [share|guard] {tT}, and {P} is their [secret|favourite] place.",
-     "then both of them [laughed|shook hands] and hid {tT} {pP} once more."],
+    [
+        "{F} promised to [say nothing|keep quiet] about {tT}, and {H} was {glad}.",
+        "since then {H} and {F} [share|guard] {tT}, and {P} is their [secret|favourite] place.",
+        "then both of them [laughed|shook hands] and hid {tT} {pP} once more.",
+    ],
 ]
 TRADE = [
-    ["{F} was selling {aT} {pP}, and {H} [wanted {it}|stopped at once|could not look away].",
-     "{pP} {H} met {F}, who had {aT} to sell."],
-    ["{H} had [no money|only two coins|an empty purse], because {C}.",
-     "but {tT} cost too much, and {H} was {feel}, because {C}.",
-     "it was a bad day for buying {tT}, because {C}."],
-    ["{h} offered {F} [a song|a day of work|a pot of soup|two eggs|a good story] for {tT}.",
-     "{H} [asked|begged] {F} to keep {tT} for {ho} until the evening."],
+    [
+        "{F} was selling {aT} {pP}, and {H} [wanted {it}|stopped at once|could not look away].",
+        "{pP} {H} met {F}, who had {aT} to sell.",
+    ],
+    [
+        "{H} had [no money|only two coins|an empty purse], because {C}.",
+        "but {tT} cost too much, and {H} was {feel}, because {C}.",
+        "it was a bad day for buying {tT}, because {C}.",
+    ],
+    [
+        "{h} offered {F} [a song|a day of work|a pot of soup|two eggs|a good story] for {tT}.",
+        "{H} [asked|begged] {F} to keep {tT} for {ho} until the evening.",
+    ],
     ["{talk_why}", "{talk_what}", "{talk_where}"],
-    ["{F} [thought|counted|hummed] for a moment and [agreed|nodded], and so {H} got {tT}.",
-     "in the end {F} gave {tT} to {H}, because {h} had been so {trait}.",
-     "they [laughed|shook hands], and {H} left {P} with {tT} [on {hs} back|in {hs} arms]."],
+    [
+        "{F} [thought|counted|hummed] for a moment and [agreed|nodded], and so {H} got {tT}.",
+        "in the end {F} gave {tT} to {H}, because {h} had been so {trait}.",
+        "they [laughed|shook hands], and {H} left {P} with {tT} [on {hs} back|in {hs} arms].",
+    ],
 ]
 TRIP = [
-    ["{h} packed {aT} and [some bread|an apple|a blanket] and [waved to|kissed] {hs} {kin}.",
-     "{hs} {kin} had asked {ho} to bring {aT} to {P}."],
-    ["the way to {P} was [long|steep|muddy], because {C}, and {tT} {was} [hard to carry|in the way].",
-     "halfway {h} had to [stop|rest], because {C}, and put {tT} on the ground.",
-     "{H} [arrived|came] {feel}, because {C}, but {tT} {was} [safe|dry|still whole]."],
-    ["{pP} {h} met {F}, a {trait} {job}, who [looked at|pointed to|asked about] {tT}.",
-     "there {pP} stood {F}, {trait} as ever, and [waved|grinned]."],
+    [
+        "{h} packed {aT} and [some bread|an apple|a blanket] and [waved to|kissed] {hs} {kin}.",
+        "{hs} {kin} had asked {ho} to bring {aT} to {P}.",
+    ],
+    [
+        "the way to {P} was [long|steep|muddy], because {C}, and {tT} {was} [hard to carry|in the way].",
+        "halfway {h} had to [stop|rest], because {C}, and put {tT} on the ground.",
+        "{H} [arrived|came] {feel}, because {C}, but {tT} {was} [safe|dry|still whole].",
+    ],
+    [
+        "{pP} {h} met {F}, a {trait} {job}, who [looked at|pointed to|asked about] {tT}.",
+        "there {pP} stood {F}, {trait} as ever, and [waved|grinned].",
+    ],
     ["{talk_where}", "{talk_what}", "{talk_why}"],
-    ["{H} [showed|gave|lent] {F} {tT}, and {f} was {glad}.",
-     "so {tT} came to {P}, and {H} [slept well|rested|was {glad}] that night.",
-     "{F} helped {H} to carry {tT}, and [the two|they] reached {P} before dark."],
+    [
+        "{H} [showed|gave|lent] {F} {tT}, and {f} was {glad}.",
+        "so {tT} came to {P}, and {H} [slept well|rested|was {glad}] that night.",
+        "{F} helped {H} to carry {tT}, and [the two|they] reached {P} before dark.",
+    ],
 ]
 PLOTS = [LOST, GIFT, REPAIR, SECRET, TRADE, TRIP]
 

@@ -1,5 +1,6 @@
-"""pretrain.py: the committed run begins as it says, a stopped run continues exactly, the model directory is readable."""
+"""pretrain.py: the committed run begins as it says, a stopped run continues exactly, the result is readable."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import tokenizers
 
 import pretrain
 from peft_core.safetensors_io import load_file
+from run.stories import document
 from run.story_check import new_sentences, sampled_sentences
 from run.story_model import SHAPE, SPECIAL, markup, plain_texts, random_model, train_tokenizer
-from run.stories import document
 from transformer import AutoModelForCausalLM, AutoTokenizer
 
 HOME = Path(__file__).parents[2] / "configs" / "quickstart"
@@ -63,7 +64,7 @@ def test_the_random_start_is_seeded_and_all_of_it_trains():
 def test_the_rate_rises_stays_and_falls_and_its_start_knows_no_end():
     factors = [pretrain.rate(step, 1000) for step in range(1000)]
     assert factors[0] == 0.01 and factors[99:701] == [1.0] * 602 and factors[-1] < 0.01
-    assert all(a >= b for a, b in zip(factors[99:], factors[100:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(factors[99:]))
     assert factors[:701] == [pretrain.rate(step, 2000) for step in range(701)]
 
 
