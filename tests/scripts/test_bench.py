@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import bench
-from peft_core import tape
+from adapters.lora import LoraLinear
+from peft_core import ops, tape
 from run import bench_compare as compare
 from run.bench_count import flops_per_step
 from run.bench_files import write_files
@@ -89,19 +90,22 @@ def test_a_measuring_process_is_rid_of_forced_blas_settings(spec, monkeypatch):
 
 
 def without_attention(monkeypatch):
-    monkeypatch.setattr(Attention, "forward", lambda self, x, place: self.o_proj(self.q_proj(x)))
+    monkeypatch.setattr(Attention, "forward", lambda self, x, norm, place: x + self.o_proj(self.q_proj(norm(x))))
 
 
 def without_rope(monkeypatch):
-    from peft_core import ops
+    def still(qkv, *, cos, sin, right=ops.rotary_attention, **kw):
+        return right(qkv, cos=np.ones_like(cos), sin=np.zeros_like(sin), **kw)
 
-    monkeypatch.setattr(ops, "rope", lambda x, cos, sin: x)
+    monkeypatch.setattr(ops, "rotary_attention", still)
 
 
 def with_a_wrong_scale(monkeypatch):
-    from peft_core import ops
+    def parts(self, right=LoraLinear.parts):
+        weight, bias, terms = right(self)
+        return weight, bias, tuple((a, b, 1.1 * scale) for a, b, scale in terms)
 
-    monkeypatch.setattr(ops, "low_rank", lambda x, a, b, scale, right=ops.low_rank: right(x, a, b, scale=1.1 * scale))
+    monkeypatch.setattr(LoraLinear, "parts", parts)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -149,8 +153,8 @@ def test_steps(capsys, tmp_path):
             "gemm_peak_gflops", "share_of_peak"}  # fmt: skip
     assert keys <= set(found) and found["program"] == "peft-core" and found["peak_rss_mb"] > 10
     assert len(found["losses"]) == 3 and all(np.isfinite(found["losses"]))
-    ops = {(row["op"], row["phase"]) for row in found["profile"]}
-    assert {("linear", "forward"), ("linear", "backward"), ("recompute", "backward"), ("AdamW", "update")} <= ops
+    timed = {(row["op"], row["phase"]) for row in found["profile"]}
+    assert {("project", "forward"), ("project", "backward"), ("recompute", "backward"), ("AdamW", "update")} <= timed
     assert (tmp_path / "tiny-float32" / "base" / "model.safetensors").is_file()
 
 
@@ -179,7 +183,7 @@ def test_a_profile_leaves_no_trace(spec):
     calls = {key: row[1] for key, row in profile.rows.items()}
     check(spec)
     assert {key: row[1] for key, row in profile.rows.items()} == calls
-    assert calls["rope", "backward"] == 4  # 2 layers, q and k
+    assert calls["rotary_attention", "backward"] == 2  # one a layer
     assert sum(row["share"] for row in profile.table(100.0, 1)) == pytest.approx(1, abs=0.01)
 
 
