@@ -43,7 +43,8 @@ def _tables(folder: Path) -> dict[str, dict[str, Any]]:
         "data": {"path": str(folder / "data" / "train.jsonl"), "val_path": str(folder / "data" / "val.jsonl"),
                  "max_seq_length": 256},
         "train": {"max_steps": 90, "batch_size": 16, "learning_rate": 4e-3, "seed": 0},
-        "eval": {"eval_steps": 30},
+        "eval": {"eval_steps": 30, "max_new_tokens": ANSWER_TOKENS,
+                 "sample_prompts": [row["messages"][0]["content"] for row in held_out_rows(1)]},
         "output": {"output_dir": str(folder), "save_steps": 90},
         "log": {"logging_steps": 10},
     }  # fmt: skip

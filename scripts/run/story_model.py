@@ -120,6 +120,8 @@ class StorySteps(Sequence[list[Batch]]):
         return self.n_steps
 
     def __getitem__(self, step: Any) -> list[Batch]:
+        if not 0 <= step < self.n_steps:  # or a loop over the steps would never end
+            raise IndexError(f"step {step} of {self.n_steps}; expected one from 0 to {self.n_steps - 1}.")
         first = step * self.n_documents
         texts = [markup(document(self.seed, first + i)) for i in range(self.n_documents)]
         rows = [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
