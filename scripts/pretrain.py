@@ -30,7 +30,7 @@ from transformer.load import from_pretrained
 from transformer.model import CausalLM
 from transformer.tokenizer import AutoTokenizer
 
-STEPS, DOCUMENTS, WARMUP, RATE, SEED = 2800, 16, 100, 3e-3, 0
+STEPS, DOCUMENTS, WARMUP, RATE, SEED = 4000, 16, 100, 3e-3, 0
 FALL = 0.3  # share of the steps over which the learning rate falls
 HELD_OUT_SEED, FIRST = 3, 50
 HOME = Path("configs/quickstart")
