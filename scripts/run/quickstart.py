@@ -44,26 +44,26 @@ def _tables(folder: Path) -> dict[str, dict[str, Any]]:
                  "max_seq_length": 256},
         "train": {"max_steps": 90, "batch_size": 16, "learning_rate": 4e-3, "seed": 0},
         "eval": {"eval_steps": 30, "max_new_tokens": ANSWER_TOKENS,
-                 "sample_prompts": [row["messages"][0]["content"] for row in held_out_rows(1)]},
+                 "sample_prompts": [story(row) for row in shown_rows(held_out_rows(SCORED))[:1]]},
         "output": {"output_dir": str(folder), "save_steps": 90},
         "log": {"logging_steps": 10},
     }  # fmt: skip
 
 
-def show_scores(job: Job, n: int = SCORED) -> tuple[int, int]:
+def show_scores(job: Job) -> tuple[int, int]:
     """Print answers to held-out stories without and with the adapter, and how many are right; returns the two counts.
 
     The adapter is that of the last step.
     """
-    rows = held_out_rows(n)
+    rows, n = held_out_rows(SCORED), SCORED
     set_active(job.model, [])
     before = answers(job, rows)
     set_active(job.model, ["default"])
     after = answers(job, rows)
     print("answers  to held-out stories, before and after")
-    for row, first, then in list(zip(rows, before, after, strict=True))[:SHOWN]:
-        story = row["messages"][0]["content"]
-        print(f"  story  {story}\n  before {first!r}\n  after  {then!r}")
+    for row in shown_rows(rows):
+        i = rows.index(row)
+        print(f"  story  {story(row)}\n  before {before[i]!r}\n  after  {after[i]!r}")
     counts = tuple(sum(is_right(a, row) for a, row in zip(given, rows, strict=True)) for given in (before, after))
     session = job.session
     if session.first_loss is not None and session.last_loss is not None:
@@ -73,8 +73,18 @@ def show_scores(job: Job, n: int = SCORED) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+def shown_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows to print: those with the shortest stories."""
+    return sorted(rows, key=lambda row: len(story(row)))[:SHOWN]
+
+
+def story(row: dict[str, Any]) -> str:
+    """What the user says in a row."""
+    return row["messages"][0]["content"]
+
+
 def answers(job: Job, rows: list[dict[str, Any]]) -> list[str]:
     """What the model answers to each row's prompt, greedily."""
-    ids = [base.prompt_ids(job.tokenizer, row["messages"][0]["content"]) for row in rows]
+    ids = [base.prompt_ids(job.tokenizer, story(row)) for row in rows]
     out = generate(job.model, ids, max_new_tokens=ANSWER_TOKENS, eos_token_id=job.stop_ids)
     return [job.tokenizer.decode(new) for new in out]
