@@ -45,6 +45,7 @@ def test_hardly_an_answer_is_right_before_and_most_are_after(tuned):
     assert quickstart.SCORED >= 50
     losses = next(line.split() for line in lines if line.startswith("held-out loss"))
     assert float(losses[5]) < 0.2 * float(losses[3])
+    assert sum(line.startswith("sample   '... ") and " Make a card.' -> '" in line for line in lines) == 3
     shown = [i for i, line in enumerate(lines) if line.startswith("  story  ")]
     assert len(shown) == quickstart.SHOWN
     for i in shown:
