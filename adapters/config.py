@@ -138,6 +138,9 @@ class LoraConfig:
             value = getattr(self, name)
             if isinstance(value, str) and not (name == "target_modules" and value == "all-linear"):
                 _regex(name, value)
+        patterns = self.layers_pattern
+        for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
+            _regex("layers_pattern", pattern, after_name(pattern))
         _names("modules_to_save", self.modules_to_save, text=False)
         layers = self.layers_to_transform
         if layers is not None:
@@ -172,11 +175,8 @@ class LoraConfig:
         expect(good, ConfigError, f"init_lora_weights is {init!r}, which is not supported yet",
                expected="true, false or 'gaussian'")  # fmt: skip
         bias = self.bias
-        expect(bias in ("none", "all", "lora_only"), ConfigError, f"bias is {bias!r}", expected="'none'")
-        expect(bias == "none", ConfigError, f"bias is {bias!r}, which is not supported yet", expected="'none'")
-        expect(not self.lora_bias, ConfigError, "lora_bias is true, which is not supported yet", expected="false")
-        expect(not self.modules_to_save, ConfigError,
-               f"modules_to_save is {self.modules_to_save!r}, which is not supported yet", expected="null")  # fmt: skip
+        expect(bias in ("none", "all", "lora_only"), ConfigError, f"bias is {bias!r}",
+               expected="'none', 'all' or 'lora_only'")  # fmt: skip
         expect(self.task_type not in _NEW_HEAD, ConfigError,
                f"task_type is {self.task_type!r}, which trains a new head and is not supported yet",
                expected="'CAUSAL_LM' or null")  # fmt: skip
@@ -189,7 +189,7 @@ class LoraConfig:
             )
             for key, value in table.items():
                 expect(isinstance(key, str) and key, ConfigError, f"{name} has the key {key!r}", expected="a pattern")
-                _regex(f"{name} key", key)
+                _regex(f"{name} key", key, at_end(key))
                 check = _positive_int if name == "rank_pattern" else _positive
                 check(f"{name}[{key!r}]", value)
 
@@ -232,7 +232,7 @@ class LoraConfig:
         expect(path.is_file(), AdapterError, f"{path} does not exist", expected="an adapter directory with it")
         try:
             values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise AdapterError(f"{path} is not valid JSON ({error}); expected the file that PEFT writes.") from error
         expect(
             isinstance(values, dict), AdapterError, f"{path} holds {type(values).__name__}", expected="a JSON object"
@@ -266,7 +266,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 3e38
 
 
 def _is_int(value: Any) -> bool:
@@ -278,7 +278,8 @@ def _positive_int(name: str, value: Any) -> None:
 
 
 def _positive(name: str, value: Any) -> None:
-    expect(_is_number(value) and value > 0, ConfigError, f"{name} is {value!r}", expected="a positive number")
+    expect(_is_number(value) and value > 0, ConfigError, f"{name} is {value!r}",
+           expected="a positive number that float32 can hold")  # fmt: skip
 
 
 def _names(name: str, value: Any, *, text: bool) -> None:
@@ -288,8 +289,20 @@ def _names(name: str, value: Any, *, text: bool) -> None:
            expected="a list of module names" + (" or one text" if text else "") + ", or null")  # fmt: skip
 
 
-def _regex(name: str, pattern: str) -> None:
+def at_end(key: str) -> str:
+    """PEFT's expression for a key of rank_pattern or alpha_pattern: it matches the end of a path."""
+    return rf"(.*\.)?({key})$"
+
+
+def after_name(pattern: str) -> str:
+    """PEFT's expression for an entry of layers_pattern: the number after it is the layer's."""
+    return rf"(?:^|.*?\.){pattern}\.(\d+)\."
+
+
+def _regex(name: str, pattern: str, full: str | None = None) -> None:
+    """``full``: the expression that ``pattern`` becomes a part of."""
     try:
         re.compile(pattern)
+        re.compile(full or pattern)
     except re.error as error:
         raise ConfigError(f"{name} {pattern!r} is not a regular expression ({error}); expected one. Fix it.") from error

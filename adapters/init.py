@@ -26,6 +26,12 @@ def random(r: int, n_in: int, n_out: int, generator: Generator) -> Start:
     return _fan_in_uniform(r, n_in, generator), _fan_in_uniform(n_out, r, generator)
 
 
+def table(kind: bool | str, r: int, n_rows: int, width: int, generator: Generator) -> Start:
+    """For an embedding: A = 0, B ~ N(0, 1), as PEFT starts it; with kind False A ~ N(0, 1) too; for tests."""
+    a = generator.normal((r, n_rows), 0.0, 1.0, np.float32) if kind is False else np.zeros((r, n_rows), np.float32)
+    return a, generator.normal((width, r), 0.0, 1.0, np.float32)
+
+
 def _fan_in_uniform(n_out: int, n_in: int, generator: Generator) -> np.ndarray:
     bound = n_in**-0.5
     return generator.uniform((n_out, n_in), -bound, bound, np.float32)

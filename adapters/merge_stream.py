@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from adapters.io import TOKENIZER_FILES, StoredAdapter, other_copies, read_adapter, shape_problems
+from adapters.io import TOKENIZER_FILES, whole_problems
 from adapters.lora import LowRank, add_delta
-from adapters.merge import MergeReport
+from adapters.merge import MergeReport, wider
+from adapters.merge_tied import Base, WithHead, is_tied, touches_tie, wanted_whole
+from adapters.stored import StoredAdapter, other_copies, read_adapter, shape_problems
+from peft_core.backend import all_finite
 from peft_core.checkpoint import Checkpoint, parse_size, read_json, write_checkpoint
 from peft_core.dtypes import as_dtype, dtype_name, is_float
 from peft_core.errors import AdapterError, ConfigError, ExportError, ModelError, PeftCoreError, expect
@@ -30,15 +33,18 @@ def merge_directory(
 ) -> MergeReport:
     """Write ``out_dir``: the base's files with W + scaling * B A in the adapted weights, under the same names.
 
-    The delta is formed in float32 and rounded once. ``dtype`` "auto" keeps each tensor's dtype, another one converts
+    The delta is formed in float32 and rounded once. Where head and embedding are tied and the adapter changes one of
+    them, both are written and the config says so. ``dtype`` "auto" keeps each tensor's dtype, another one converts
     all floating tensors. Config, tokenizer and generation files come along. The directory appears complete or not at
-    all. Raises AdapterError (both sizes listed) if the adapter does not fit, ModelError for a damaged base, ExportError
-    if the result does not verify, ConfigError for a dtype or size that is none.
+    all. Raises AdapterError (both sizes listed) if the adapter does not fit, ModelError for a damaged base (NaN or
+    infinity in any tensor included), ExportError if the result does not verify, ConfigError for a dtype or size that is
+    none.
     """
     target_dtype = _wanted_dtype(dtype)
-    base, limit = _opened(Path(base_dir)), parse_size(max_shard_size)
-    config = read_json(base.directory / "config.json")
-    stored = _fitted(read_adapter(adapter_dir), base, config)
+    opened, limit = _opened(Path(base_dir)), parse_size(max_shard_size)
+    stored = read_adapter(adapter_dir)
+    base, config = _untied(opened, stored, read_json(opened.directory / "config.json"))
+    stored = _fitted(stored, base)
     report = MergeReport()
     with atomic_dir(out_dir) as building:
         sizes = {name: _n_bytes(base, name, target_dtype) for name in base}
@@ -63,25 +69,40 @@ def _opened(directory: Path, error: type[PeftCoreError] = ModelError) -> Checkpo
     return opened
 
 
-def _fitted(stored: StoredAdapter, base: Checkpoint, config: dict[str, Any]) -> StoredAdapter:
+def _untied(base: Checkpoint, stored: StoredAdapter, config: dict[str, Any]) -> tuple[Base, dict[str, Any]]:
+    """Base and config with a head of its own, if the adapter changes one of two tied weights."""
+    tie = touches_tie(stored, list(base)) if is_tied(stored, list(base), config) else None
+    if tie is None:
+        return base, config
+    head, table = tie
+    warnings.warn(f"{base.directory} ties {head} to {table}, and the adapter changes one of the two; the merged model "
+                  "has two weights, and its config says tie_word_embeddings = false", stacklevel=3)  # fmt: skip
+    return (base if head in base else WithHead(base, head, table)), {**config, "tie_word_embeddings": False}
+
+
+def _fitted(stored: StoredAdapter, base: Base) -> StoredAdapter:
     """The adapter under the base's names, after every check that needs no numbers."""
     matrices = {name.removesuffix(".weight") for name in base if name.endswith(".weight")}
     stored = stored.renamed(matrices)
     problems = list(stored.problems)
     transposed = any(_is_transposed(stored, base, path) for path in stored.pairs)
-    for path, (a, b) in stored.pairs.items():
+    for path in stored.pairs:
         if path not in matrices:
             problems.append(f"extra key {path}.lora_A/B.weight: the base has no tensor {path}.weight")
             continue
         size = base.shape(f"{path}.weight")
-        out_in = size[::-1] if _is_transposed(stored, base, path) else size
-        problems += shape_problems(path, a, b, out_in) if len(size) == 2 else [
+        swapped = path in stored.tables or _is_transposed(stored, base, path)
+        problems += shape_problems(stored, path, size[::-1] if swapped else size) if len(size) == 2 else [
             f"wrong shape {path}: the base's weight is {size}, not a matrix"]  # fmt: skip
         own = base.dtype(f"{path}.weight")
         if not is_float(own):
             problems.append(f"{path}.weight is {dtype_name(own)}: quantized weights do not merge")
-        if config.get("tie_word_embeddings") and path.rsplit(".", 1)[-1] in ("lm_head", "embed_out"):
-            problems.append(f"{path} is tied to the embedding (tie_word_embeddings): merging would change both")
+        if path in stored.lora_bias and f"{path}.bias" not in base:
+            problems.append(f"{path}.lora_B.bias: the base has no {path}.bias to merge it into")
+    wanted = {name: base.shape(name) for name in wanted_whole(stored, list(base)) if base.shape(name)}
+    wanted = {name: shape for name, shape in wanted.items() if name in stored.whole or len(shape) == 1
+              or not name.endswith(".bias")}  # fmt: skip
+    problems += [line for lines in whole_problems(stored, wanted, list(stored.pairs)) for line in lines]
     problems += other_copies(stored, lambda path: base[f"{path}.weight"] if path in matrices else None)
     expect(stored.pairs or problems, AdapterError, f"{stored.directory} has no LoRA tensors", expected="some")
     if problems:
@@ -95,12 +116,14 @@ def _fitted(stored: StoredAdapter, base: Checkpoint, config: dict[str, Any]) -> 
     return stored
 
 
-def _is_transposed(stored: StoredAdapter, base: Checkpoint, path: str) -> bool:
-    """Whether the base stores the weight of ``path`` (I, O).
+def _is_transposed(stored: StoredAdapter, base: Base, path: str) -> bool:
+    """Whether the base stores the weight of the linear ``path`` (I, O).
 
     Its shape says so; a square one is as the others are, and the config decides where all are square.
     """
-    for other in (path, *stored.pairs):
+    if path in stored.tables:
+        return False
+    for other in (path, *(other for other in stored.pairs if other not in stored.tables)):
         name, (a, b) = f"{other}.weight", stored.pairs[other]
         out_in = (b.shape[0], a.shape[-1])
         if name in base and out_in[0] != out_in[1] and base.shape(name) in (out_in, out_in[::-1]):
@@ -111,31 +134,46 @@ def _is_transposed(stored: StoredAdapter, base: Checkpoint, path: str) -> bool:
 # ---------------------------------------------------------------------- the result
 
 
-def _output(
-    base: Checkpoint, stored: StoredAdapter, name: str, dtype: np.dtype | None, report: MergeReport
-) -> np.ndarray:
+def _output(base: Base, stored: StoredAdapter, name: str, dtype: np.dtype | None, report: MergeReport) -> np.ndarray:
     """One tensor of the result."""
     old = base[name]
-    path = name.removesuffix(".weight")
     to = dtype if dtype is not None and is_float(old.dtype) else old.dtype
-    if not name.endswith(".weight") or path not in stored.pairs:
+    expect(all_finite(old), ModelError, f"{name} of {base.file(name)} holds NaN or infinity", expected="finite weights",
+           fix="The base itself is damaged: download that file again. Nothing was written.")  # fmt: skip
+    delta = _delta(base, stored, name, old)
+    if delta is None:
         with np.errstate(over="ignore"):
             new = old if to == old.dtype else old.astype(to)
-        finite = to == old.dtype or np.isfinite(new.astype(np.float32)).all()
-        expect(finite, AdapterError, f"{name} does not fit into {dtype_name(to)}: NaN or infinity",
-               expected="finite weights", fix="Choose bfloat16 or float32; nothing was written.")  # fmt: skip
+        expect(to == old.dtype or all_finite(new), AdapterError,
+               f"{name} of {base.file(name)} does not fit into {dtype_name(to)}: infinity", expected="finite weights",
+               fix=f"Choose {wider(to)}; nothing was written.")  # fmt: skip
         return new
-    a, b = stored.pairs[path]
-    delta = LowRank(a, b, stored.scaling(path)).delta()  # (O, I)
-    delta = delta.T if _is_transposed(stored, base, path) else delta
     wide = old.astype(np.float64 if old.dtype == np.float64 else np.float32)
     with np.errstate(over="ignore"):
-        new = add_delta(old, delta) if to == old.dtype else add_delta(wide, delta).astype(to)
-    report.add(name, wide, new, delta)
+        if name in stored.whole and name.rpartition(".")[0] not in stored.lora_bias:
+            new = stored.whole[name].astype(to)
+        else:
+            new = add_delta(old, delta) if to == old.dtype else add_delta(wide, delta).astype(to)
+    report.add(name, wide, new, delta, f" of {base.file(name)}")
     return new
 
 
-def _n_bytes(base: Checkpoint, name: str, dtype: np.dtype | None) -> int:
+def _delta(base: Base, stored: StoredAdapter, name: str, old: np.ndarray) -> np.ndarray | None:
+    """What the adapter adds to the tensor ``name``, float32 in its shape; None for nothing."""
+    path, _, last = name.rpartition(".")
+    delta = None
+    if name in stored.whole:
+        delta = stored.whole[name].astype(np.float32) - old.astype(np.float32)
+    if last == "bias" and path in stored.lora_bias:
+        more = stored.lora_bias[path].astype(np.float32) * np.float32(stored.scaling(path))  # (O,)
+        delta = more if delta is None else delta + more
+    if last == "weight" and path in stored.pairs:
+        delta = LowRank(*stored.pairs[path], stored.scaling(path)).delta()  # (O, I)
+        delta = delta.T if path in stored.tables or _is_transposed(stored, base, path) else delta
+    return delta
+
+
+def _n_bytes(base: Base, name: str, dtype: np.dtype | None) -> int:
     own = base.dtype(name)
     to = dtype if dtype is not None and is_float(own) else own
     return int(np.prod(base.shape(name), dtype=np.int64)) * to.itemsize
@@ -146,11 +184,11 @@ def _copy_others(source: Path, out: Path, config: dict[str, Any], dtype: np.dtyp
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-    if dtype is None:
+    if dtype is None and config == read_json(source / "config.json"):
         shutil.copyfile(source / "config.json", out / "config.json")
     else:
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        config = {**config, **dict.fromkeys(keys, dtype_name(dtype))}
+        config = {**config, **(dict.fromkeys(keys, dtype_name(dtype)) if dtype is not None else {})}
         atomic_write(out / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     described, template = out / "tokenizer_config.json", out / "chat_template.jinja"
     if not described.is_file():
@@ -163,7 +201,7 @@ def _copy_others(source: Path, out: Path, config: dict[str, Any], dtype: np.dtyp
         atomic_write(template, settings["chat_template"])
 
 
-def _verify(base: Checkpoint, out: Path, files: list[str], dtype: np.dtype | None) -> None:
+def _verify(base: Base, out: Path, files: list[str], dtype: np.dtype | None) -> None:
     """What was written is what was meant: same names and shapes as the base, the dtypes asked for, no stray file."""
     written = _opened(out, ExportError)
     expect(set(written) == set(base), ExportError, f"{out} holds {len(written)} tensors",

@@ -6,6 +6,7 @@ CuPy is imported when a CUDA device is first asked for, never before: until then
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import resource
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+_PIECE = 1 << 22  # elements looked at in one go
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share the protocol that the ops are written in
 
 
@@ -54,6 +56,11 @@ def as_device(spec: str | Device | None) -> Device:
     if kind == "cuda" and (not index or index.isdigit()):
         return Device("cuda", int(index or 0))
     raise ValueError(f"device {spec!r} is not known; expected 'cpu', 'cuda' or 'cuda:<number>'.")
+
+
+def device(spec: str | Device, index: int | None = None) -> Device:
+    """The device meant by ("cuda:1"), ("cuda", 1) or ("cpu"): torch's name for ``as_device``."""
+    return as_device(spec if index is None else f"{spec}:{index}")
 
 
 def device_of(array: Array) -> Device:
@@ -106,8 +113,24 @@ def to_numpy(array: Array) -> np.ndarray:
     return np.asarray(array) if xp_of(array) is np else array.get()
 
 
+def address(array: Array) -> int:
+    """Where the first element of ``array`` lies."""
+    return int(array.__array_interface__["data"][0]) if xp_of(array) is np else int(array.data.ptr)
+
+
+def all_finite(array: Array) -> bool:
+    """Whether no element is NaN or infinite; looked at in pieces, because a mask of a whole weight would be large."""
+    flat, xp = array.reshape(-1), xp_of(array)
+    if flat.dtype.kind in "iub":
+        return True
+    return all(bool(xp.isfinite(flat[i : i + _PIECE]).all()) for i in range(0, flat.shape[0], _PIECE))
+
+
 def peak_rss_bytes() -> int:
     """The largest resident memory this process has had, in bytes."""
+    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/self/status") as file:
+        # getrusage's figure starts, on Linux, from that of the process that started this one
+        return int(next(line for line in file if line.startswith("VmHWM:")).split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes, macOS bytes
 

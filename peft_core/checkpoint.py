@@ -118,6 +118,10 @@ class Checkpoint(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._where)
 
+    def file(self, name: str) -> Path:
+        """The file that a tensor stands in."""
+        return self._where[name].path
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header."""
         return self._where[name].shape(name)
@@ -145,11 +149,11 @@ def _opened(files: list[Path]) -> list[SafeFile]:
 # ---------------------------------------------------------------------- writing
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes meant by 5000000 or "5GB" (KB, MB, GB decimal; KiB, MiB, GiB binary).  Raises ConfigError."""
+def parse_size(size: int | str, name: str = "max_shard_size") -> int:
+    """Bytes meant by 5000000 or "5GB" (KB, MB, GB decimal; KiB, MiB, GiB binary).  Raises ConfigError with ``name``."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B)?\s*", str(size).upper())
     value = float(found[1]) * _UNITS.get(found[2] or "", 0) if found else 0
-    expect(value >= 1, ConfigError, f"max_shard_size is {size!r}", expected="bytes, or a text such as '5GB' or '500MB'")
+    expect(value >= 1, ConfigError, f"{name} is {size!r}", expected="bytes, or a text such as '5GB' or '500MB'")
     return int(value)
 
 

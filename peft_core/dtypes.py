@@ -6,7 +6,7 @@ never relied on: it knows no rule for bfloat16 with float16, and turns float32 a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -84,6 +84,30 @@ def is_float(dtype: Any) -> bool:
 def is_half(dtype: Any) -> bool:
     """True for float16 and bfloat16."""
     return np.dtype(dtype) in _HALF
+
+
+class FloatLimits(NamedTuple):
+    """What ``finfo`` tells about a floating dtype, as Python floats."""
+
+    bits: int
+    eps: float
+    max: float
+    min: float
+    tiny: float
+    smallest_normal: float
+    resolution: float
+    dtype: str
+
+
+def finfo(dtype: Any = float32) -> FloatLimits:
+    """The limits of a floating dtype.  Raises TypeError for another."""
+    dtype = as_dtype(dtype)
+    if not is_float(dtype):
+        raise TypeError(f"finfo of {dtype}; expected a floating dtype. For integers there is iinfo.")
+    info = ml_dtypes.finfo(dtype)
+    tiny = float(info.smallest_normal)
+    return FloatLimits(int(info.bits), float(info.eps), float(info.max), float(info.min), tiny, tiny,
+                       float(info.resolution), dtype_name(dtype))  # fmt: skip
 
 
 def promote(*dtypes: Any) -> np.dtype:

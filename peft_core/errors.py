@@ -5,6 +5,9 @@ Every text has the same three parts: what happened (with the values) / what was 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class PeftCoreError(Exception):
     """Base of every error that this library expects and explains."""
@@ -44,6 +47,18 @@ class OutOfMemoryError(PeftCoreError, MemoryError):
 
 class ExportError(PeftCoreError, RuntimeError):
     """A written result failed its own verification."""
+
+
+def short(value: Any, limit: int = 80) -> str:
+    """The repr of a value for an error text, cut to ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def some(items: Iterable[Any], n: int = 5) -> str:
+    """The first ``n`` different items for an error text, and how many more there are."""
+    items = list(dict.fromkeys(items))
+    return ", ".join(map(str, items[:n])) + (f" and {len(items) - n} more" if len(items) > n else "")
 
 
 def expect(condition: object, error: type[PeftCoreError], happened: str, *, expected: str, fix: str = "") -> None:

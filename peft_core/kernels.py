@@ -14,7 +14,7 @@ Calling ``scale_rows(x, w)`` takes the kernel where every float array is a float
 Why not numba's own threads: its pool and the BLAS library's spin against each other for the same cores (a step of one
 second took 35). A worker here sleeps on a lock until it is called, and ``parallel=True`` compiles four times as long.
 Fast-math comes without ``nnan`` and ``ninf``: with them a diverged run shows a finite loss.
-``PEFT_CORE_KERNELS=off`` uses the formulas alone, ``PEFT_CORE_BF16=off`` does without the bf16 tiles of ``tiles.py``;
+``PEFT_CORE_KERNELS=off`` uses the formulas alone, ``PEFT_CORE_TILES=off`` does without the tiles of ``tiles.py``;
 ``PEFT_CORE_NUM_THREADS`` sets the number of threads.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from .dtypes import is_float
+from .dtypes import bfloat16, is_float
 
 FAST_MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
@@ -147,29 +147,36 @@ class use_kernels:
         _enabled = self._before
 
 
-def tiles_supported() -> bool:
-    """True where the bf16 kernels of ``tiles.py`` can be used: AVX512-BF16, kernels on, ``PEFT_CORE_BF16`` not off."""
-    return _enabled and os.environ.get("PEFT_CORE_BF16", "on").lower() not in _OFF and _tiles_run()
+def tiles_supported(dtype: Any = bfloat16) -> bool:
+    """True where kernels on the register tile of ``tiles.py`` run with operands of ``dtype``, bfloat16 or float32.
+
+    That takes AVX-512 (AVX512-BF16 for bfloat16), kernels on, and ``PEFT_CORE_TILES`` not off.
+    """
+    wanted = _enabled and os.environ.get("PEFT_CORE_TILES", "on").lower() not in _OFF
+    return wanted and dtype in (bfloat16, np.float32) and _tiles_run(dtype == bfloat16)
 
 
 @functools.cache
-def _tiles_run() -> bool:
+def _tiles_run(half: bool) -> bool:
     try:
         from llvmlite import binding
 
         features = binding.get_host_cpu_features()
-        if not (features.get("avx512bf16") and features.get("avx512f")):
+        if not (features.get("avx512f") and (features.get("avx512bf16") or not half)):
             return False
         from . import tiles
 
-        a, w = np.full(8, 0x3F803F80, np.uint32), np.full(48, 0x40004000, np.uint32)  # pairs of 1.0 and of 2.0
-        c = np.zeros(8 * 48, np.float32)
-        run_kernel(tiles.probe, a, w, c)
-        return bool((c == 4).all())
+        # pairs of ones in bf16, whose float32 is 1.0019; and twos
+        a, w, c = np.full(8, 0x3F803F80, np.uint32), np.full(48, 0x40004000, np.uint32), np.zeros(8 * 48, np.float32)
+        if half:
+            run_kernel(tiles.probe, a, w, c)
+            return bool((c == 4).all())
+        run_kernel(tiles.probe, a.view(np.float32), w.view(np.float32), c)
+        return bool((c == a.view(np.float32)[0] * w.view(np.float32)[0]).all())
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        print(f"peft_core: the bf16 tiles cannot be compiled here, plain formulas are used instead "
-              f"({type(error).__name__}: {first})", file=sys.stderr)  # fmt: skip
+        print(f"peft_core: the {'bfloat16' if half else 'float32'} tiles cannot be compiled here, plain formulas are "
+              f"used instead ({type(error).__name__}: {first})", file=sys.stderr)  # fmt: skip
         return False
 
 

@@ -39,7 +39,7 @@ def is_grad_enabled() -> bool:
     return _recording.get()
 
 
-class set_grad_enabled:
+class _Recording:
     """Context manager and decorator: record ops (True) or not (False)."""
 
     def __init__(self, mode: bool) -> None:
@@ -55,24 +55,41 @@ class set_grad_enabled:
     def __call__(self, function: Callable) -> Callable:
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with set_grad_enabled(self.mode):
+            with _Recording(self.mode):
                 return function(*args, **kwargs)
 
         return inside
 
 
-class no_grad(set_grad_enabled):
+class no_grad(_Recording):
     """Nothing inside is recorded; leaves may be written to."""
 
     def __init__(self) -> None:
         super().__init__(False)
 
 
-class enable_grad(set_grad_enabled):
+class enable_grad(_Recording):
     """Ops inside are recorded again, within a no_grad."""
 
     def __init__(self) -> None:
         super().__init__(True)
+
+
+class set_grad_enabled(_Recording):
+    """Record ops from here on (True) or not (False); as a context manager, until its end."""
+
+    def __init__(self, mode: bool) -> None:
+        super().__init__(mode)
+        self._before = _recording.get()
+        _recording.set(mode)
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        _recording.set(self._before)
+
+    def __call__(self, function: Callable) -> Callable:
+        _recording.set(self._before)  # as a decorator it is about the function alone
+        return super().__call__(function)
 
 
 class Node:

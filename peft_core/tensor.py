@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .backend import Device, device_of, to_device, to_numpy, xp_of
-from .dtypes import as_dtype, dtype_name, is_float
+from .backend import Device, device_of, to_numpy, xp_of
+from .dtypes import dtype_name, is_float
 from .errors import GraphError
+from .methods import Methods, matched, plain
+from .unsupported import missing, unsupported
 
 if TYPE_CHECKING:
     from .tape import Node
 
 
-class Tensor:
+class Tensor(Methods):
     """An n-dimensional array with a gradient.  ``data``: the NumPy or CuPy array, shared, never copied.
 
-    Raises ValueError if ``requires_grad`` is asked of a dtype that is not floating.
+    Raises TypeError for data that is no array, ValueError if ``requires_grad`` is asked of integers.
     """
 
-    __slots__ = ("__weakref__", "_grad", "_requires_grad", "data", "grad_fn")
+    __slots__ = ("__weakref__", "_data", "_grad", "_requires_grad", "grad_fn")
+    _data: Any
     __array_priority__ = 1000  # numpy_array * tensor asks the Tensor first
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
@@ -40,6 +45,19 @@ class Tensor:
     # ------------------------------------------------------------------ what it is
 
     @property
+    def data(self) -> Any:
+        """The NumPy or CuPy array itself; a Tensor that is assigned leaves its array."""
+        return self._data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            value = value._data
+        elif not hasattr(value, "dtype"):
+            raise TypeError(f"a Tensor of a {type(value).__name__}; expected an array. Use tensor(...) for numbers.")
+        self._data = value
+
+    @property
     def requires_grad(self) -> bool:
         """True if backward() computes a gradient with respect to this Tensor or through it."""
         return self._requires_grad
@@ -52,6 +70,8 @@ class Tensor:
             )
         if flag and not is_float(self.dtype):
             raise ValueError(f"requires_grad on dtype {dtype_name(self.dtype)}; expected a floating dtype.")
+        if flag and not getattr(self.data.flags, "writeable", True):
+            self.data = self.data.copy()  # what trains is written to; what is read-only may be kept packed, by array
         self._requires_grad = bool(flag)
 
     def requires_grad_(self, flag: bool = True) -> Tensor:
@@ -66,12 +86,21 @@ class Tensor:
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        array = value.data if isinstance(value, Tensor) else value
-        if array is not None and array.shape != self.shape:
+        """A copy of ``value``: a Tensor or an array of this shape, dtype and device (ValueError), or None."""
+        array = plain(value)
+        if array is None:
+            self._grad = None
+            return
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"grad was set to a {type(value).__name__}; expected a Tensor, an array or None.")
+        given = (array.shape, array.dtype, device_of(array))
+        wanted = (self.shape, self.dtype, self.device)
+        if given != wanted:
             raise ValueError(
-                f"grad of shape {array.shape} was set on a Tensor of shape {self.shape}; expected the same."
+                f"grad of shape {given[0]}, dtype {dtype_name(given[1])} on {given[2]} was set on a Tensor of shape "
+                f"{wanted[0]}, dtype {dtype_name(wanted[1])} on {wanted[2]}; expected the same of each."
             )
-        self._grad = array
+        self._grad = xp_of(array).array(array)  # law 4: an optimiser's in-place step must reach nobody else's memory
 
     @property
     def is_leaf(self) -> bool:
@@ -106,10 +135,6 @@ class Tensor:
         """The shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
-    def numel(self) -> int:
-        """The number of elements."""
-        return self.data.size
-
     def stride(self, dim: int | None = None) -> Any:
         """Strides in elements (not bytes)."""
         strides = tuple(s // self.data.itemsize for s in self.data.strides)
@@ -118,6 +143,29 @@ class Tensor:
     def is_contiguous(self) -> bool:
         """True if the elements lie in C order without gaps."""
         return bool(self.data.flags.c_contiguous)
+
+    @property
+    def is_cuda(self) -> bool:
+        """True for a Tensor on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.data.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.data.nbytes
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self.data.itemsize
+
+    def nelement(self) -> int:
+        """The number of elements."""
+        return self.data.size
 
     def __len__(self) -> int:
         return len(self.data)
@@ -154,8 +202,19 @@ class Tensor:
         """The same memory, outside the graph."""
         return Tensor(self.data)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.ndim:
+            raise TypeError("iteration over a Tensor without dimensions; expected at least one. Use .item().")
+        return (self[i] for i in range(len(self)))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if not self.ndim and spec else format(repr(self), spec)
+
     def __bool__(self) -> bool:
         return bool(self.item())
+
+    def __index__(self) -> int:
+        return operator.index(self.item())
 
     def __float__(self) -> float:
         return float(self.item())
@@ -168,11 +227,21 @@ class Tensor:
 
     # ------------------------------------------------------------------ gradients
 
-    def backward(self, gradient: Any = None) -> None:
+    def backward(
+        self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
         """Add d(self)/d(leaf) to ``leaf.grad`` for every leaf that requires it, and free the graph.
 
-        ``gradient``: d(loss)/d(self), of the same shape; optional for one element.  Raises GraphError.
+        ``gradient``: d(loss)/d(self), of the same shape; optional for one element.  Raises GraphError, and
+        UnsupportedError for the arguments after it.
         """
+        if create_graph:
+            unsupported("backward(create_graph=True)", "gradients are plain arrays: there is no second derivative")
+        if retain_graph:
+            unsupported("backward(retain_graph=True)", "saved values are freed on the way; add the losses and call "
+                        "backward once, or run the forward again")  # fmt: skip
+        if inputs is not None:
+            unsupported("backward(inputs=...)", "set requires_grad to False on the leaves that need no gradient")
         if not self._requires_grad:
             raise GraphError("backward() on a Tensor without grad_fn; expected the result of recorded ops.")
         if gradient is None:
@@ -190,63 +259,32 @@ class Tensor:
         else:
             tape.backprop(self.grad_fn, gy)
 
-    # ------------------------------------------------------------------ writing (law 4: leaves, under no_grad)
-
-    def _writable(self, what: str) -> None:
-        if tape.is_grad_enabled() or self.grad_fn is not None:
-            raise GraphError(
-                f"{what} writes into a Tensor that the graph may still need; expected a leaf under no_grad(). "
-                "Wrap it in `with no_grad():`, or build a new Tensor."
-            )
-
-    def _update(self, symbol: str, ufunc: Any, other: Any) -> Tensor:
-        self._writable(symbol)
-        self.data[...] = ufunc(self.data, other.data if isinstance(other, Tensor) else other).astype(self.dtype)
-        return self
-
-    def __iadd__(self, other: Any) -> Tensor:
-        return self._update("+=", xp_of(self.data).add, other)
-
-    def __isub__(self, other: Any) -> Tensor:
-        return self._update("-=", xp_of(self.data).subtract, other)
-
-    def __imul__(self, other: Any) -> Tensor:
-        return self._update("*=", xp_of(self.data).multiply, other)
-
-    def __itruediv__(self, other: Any) -> Tensor:
-        return self._update("/=", xp_of(self.data).true_divide, other)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._writable("x[...] = value")
-        index = tuple(_plain(i) for i in index) if isinstance(index, tuple) else _plain(index)
-        self.data[index] = value.data if isinstance(value, Tensor) else value
-
     # ------------------------------------------------------------------ arithmetic
 
     def __add__(self, other: Any) -> Tensor:
-        return ops.add(self, other)
+        return ops.add(*matched(self, other))
 
     __radd__ = __add__
 
     def __mul__(self, other: Any) -> Tensor:
-        return ops.mul(self, other)
+        return ops.mul(*matched(self, other))
 
     __rmul__ = __mul__
 
     def __sub__(self, other: Any) -> Tensor:
-        return ops.sub(self, other)
+        return ops.sub(*matched(self, other))
 
     def __rsub__(self, other: Any) -> Tensor:
-        return ops.sub(other, self)
+        return ops.sub(*matched(other, self))
 
     def __truediv__(self, other: Any) -> Tensor:
-        return ops.div(self, other)
+        return ops.div(*matched(self, other))
 
     def __rtruediv__(self, other: Any) -> Tensor:
-        return ops.div(other, self)
+        return ops.div(*matched(other, self))
 
-    def __pow__(self, exponent: float) -> Tensor:
-        return ops.pow(self, exponent=exponent)
+    def __pow__(self, exponent: Any) -> Tensor:
+        return ops.power(*matched(self, exponent)) if isinstance(exponent, Tensor) else ops.pow(self, exponent=exponent)
 
     def __neg__(self) -> Tensor:
         return ops.neg(self)
@@ -258,10 +296,10 @@ class Tensor:
         return ops.matmul(other, self)
 
     def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
-        return ops.eq(self, other)
+        return ops.eq(self, other) if _is_number(other) else NotImplemented
 
     def __ne__(self, other: object) -> Tensor:  # type: ignore[override]
-        return ops.ne(self, other)
+        return ops.ne(self, other) if _is_number(other) else NotImplemented
 
     def __lt__(self, other: Any) -> Tensor:
         return ops.lt(self, other)
@@ -278,78 +316,68 @@ class Tensor:
     __hash__ = object.__hash__
 
     def __getitem__(self, index: Any) -> Tensor:
-        return ops.getitem(self, index=tuple(map(_plain, index)) if isinstance(index, tuple) else _plain(index))
+        return ops.getitem(self, index=tuple(map(plain, index)) if isinstance(index, tuple) else plain(index))
 
-    # ------------------------------------------------------------------ shape and type
+    def __rpow__(self, base: Any) -> Tensor:
+        return ops.power(base, self)
 
-    def reshape(self, *shape: Any) -> Tensor:
-        """The same elements in another shape (one size may be -1); shares memory where it can."""
-        return ops.reshape(self, shape=_flat(shape))
+    def __floordiv__(self, other: Any) -> Tensor:
+        return ops.floor_divide(*matched(self, other))
 
-    view = reshape
+    def __rfloordiv__(self, other: Any) -> Tensor:
+        return ops.floor_divide(*matched(other, self))
 
-    def transpose(self, dim0: int, dim1: int) -> Tensor:
-        """Two dimensions swapped; shares memory."""
-        axes = list(range(self.ndim))
-        axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
-        return ops.permute(self, axes=tuple(axes))
+    def __rmod__(self, other: Any) -> Tensor:
+        return ops.remainder(*matched(other, self))
 
-    def permute(self, *axes: Any) -> Tensor:
-        """The dimensions in another order; shares memory."""
-        return ops.permute(self, axes=_flat(axes))
+    def __mod__(self, other: Any) -> Tensor:
+        return ops.remainder(*matched(self, other))
+
+    def __abs__(self) -> Tensor:
+        return ops.abs(self)
+
+    def __and__(self, other: Any) -> Tensor:
+        return ops.bitwise_and(self, other)
+
+    def __or__(self, other: Any) -> Tensor:
+        return ops.bitwise_or(self, other)
+
+    def __xor__(self, other: Any) -> Tensor:
+        return ops.bitwise_xor(self, other)
+
+    def __invert__(self) -> Tensor:
+        return ops.bitwise_not(self)
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+    # ------------------------------------------------------------------ the others: functions, reductions, shapes
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing("Tensor", name, dir(Tensor))
 
     @property
     def T(self) -> Tensor:
         """All dimensions reversed; shares memory."""
         return ops.permute(self, axes=tuple(reversed(range(self.ndim))))
 
+    @property
+    def mT(self) -> Tensor:
+        """The last two dimensions swapped; shares memory."""
+        return ops.transpose(self)
+
     def contiguous(self) -> Tensor:
         """Itself if contiguous, else a copy in C order."""
         return self if self.is_contiguous() else ops.contiguous(self)
 
-    def to(self, *targets: Any) -> Tensor:
-        """In another dtype and/or on another device; itself where nothing changes."""
-        result = self
-        for target in targets:
-            if isinstance(target, Device) or (isinstance(target, str) and target.partition(":")[0] in {"cpu", "cuda"}):
-                if to_device(result.data, target) is not result.data:
-                    result = ops.to_device(result, device=target)
-            elif as_dtype(target) != result.dtype:
-                result = ops.astype(result, dtype=as_dtype(target))
-        return result
 
-    def float(self) -> Tensor:
-        """In float32."""
-        return self.to("float32")
-
-    # ------------------------------------------------------------------ reductions
-
-    def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        """Sum over ``axis`` (all by default); half types accumulate in float32."""
-        return ops.sum(self, axis=axis, keepdims=keepdims)
-
-    def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        """Mean over ``axis`` (all by default); half types accumulate in float32."""
-        return ops.mean(self, axis=axis, keepdims=keepdims)
-
-
-def _plain(index: Any) -> Any:
-    return index.data if isinstance(index, Tensor) else index
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) or hasattr(x, "dtype")
 
 
 def _flat(sizes: tuple) -> tuple[int, ...]:
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else tuple(sizes)
 
 
-def tensor(data: Any, dtype: Any = None, device: Any = "cpu", requires_grad: bool = False) -> Tensor:
-    """A Tensor with a copy of ``data`` (numbers, lists, arrays, Tensors); Python floats become float32, ints int64."""
-    source = data.data if isinstance(data, Tensor) else data
-    array = xp_of(source).array(source)
-    if dtype is not None:
-        array = array.astype(as_dtype(dtype))
-    elif not hasattr(source, "dtype") and array.dtype == np.float64:
-        array = array.astype(np.float32)
-    return Tensor(to_device(array, device), requires_grad)
+from . import methods, ops, tape  # noqa: E402  the methods use them, and they need the class: hence at the end
 
-
-from . import ops, tape  # noqa: E402  the methods above use them, and they need the class: hence at the end
+methods._bind()

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .amp import autocast
-from .backend import xp_of
-from .errors import ConfigError, DataError, DivergedError, expect
+from .backend import all_finite, xp_of
+from .dtypes import as_dtype, float16
+from .errors import ConfigError, DataError, DivergedError, expect, some
 from .nn import Module
 from .optim import Optimizer, clip_grad_norm_
 from .tape import no_grad
@@ -99,7 +100,7 @@ def fit(
                 with precision:
                     loss_sum, n_labelled = loss_fn(model, batch)
                 value = float(loss_sum.item())
-                _check_loss(value, state, batches)
+                _check_loss(value, model, state, batches, autocast_dtype)
                 if n_labelled:
                     loss_sum.backward()
                 state.micro += 1
@@ -111,7 +112,7 @@ def fit(
                 if p._grad is not None:
                     p._grad /= state.n_labelled
             norm = clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
-            _check_gradients(norm, model, state, batches)
+            _check_gradients(norm, model, state, batches, autocast_dtype)
             factor = 1.0 if schedule is None else schedule(state.step)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
@@ -164,7 +165,7 @@ def _check_start(model: Module, optimizer: Optimizer, state: TrainState) -> None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     held = {id(p) for p in parameters}
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    expect(not left, ConfigError, f"{len(left)} trainable parameters are not in the optimizer ({_some(left)})",
+    expect(not left, ConfigError, f"{len(left)} trainable parameters are not in the optimizer ({some(left)})",
            expected="all of them, or they would silently stay as they are",
            fix="Build the optimizer after inject(), or freeze them with requires_grad_(False).")  # fmt: skip
     if state.micro == 0:
@@ -176,12 +177,14 @@ def _check_start(model: Module, optimizer: Optimizer, state: TrainState) -> None
            fix="Continue with the same model, or from load_training_state().")  # fmt: skip
 
 
-def _check_loss(value: float, state: TrainState, batches: Sequence[Any]) -> None:
+def _check_loss(value: float, model: Module, state: TrainState, batches: Sequence[Any], precision: Any) -> None:
+    if math.isfinite(value):
+        return
     rows = getattr(batches[state.micro], "rows", None)
-    which = "" if rows is None else f" (rows {_some(rows)})"
-    expect(math.isfinite(value), DivergedError,
+    which = "" if rows is None else f" (rows {some(rows)})"
+    expect(False, DivergedError,
            f"the loss is {value} in step {state.step + 1}, micro-batch {state.micro + 1} of {len(batches)}{which}",
-           expected="a finite loss", fix=_DIVERGED)  # fmt: skip
+           expected="a finite loss", fix=_cure("forward", model, state, precision))  # fmt: skip
 
 
 def _check_labels(state: TrainState, batches: Sequence[Any]) -> None:
@@ -193,26 +196,40 @@ def _check_labels(state: TrainState, batches: Sequence[Any]) -> None:
            fix=_NO_LABELS)  # fmt: skip
 
 
-def _check_gradients(norm: float, model: Module, state: TrainState, batches: Sequence[Any]) -> None:
+def _check_gradients(norm: float, model: Module, state: TrainState, batches: Sequence[Any], precision: Any) -> None:
     if math.isfinite(norm):
         return
     bad = [name for name, p in model.named_parameters()
            if p._grad is not None and not bool(xp_of(p._grad).isfinite(p._grad).all())]  # fmt: skip
     rows = [r for batch in batches for r in getattr(batch, "rows", None) or ()]
-    which = f", rows {_some(rows)}" if rows else ""
+    which = f", rows {some(rows)}" if rows else ""
     expect(False, DivergedError,
            f"the gradient norm is {norm} in step {state.step + 1} (micro-batches 1 to {len(batches)}{which}), "
-           f"in {_some(bad) if bad else 'the sum over all parameters'}",
-           expected="a finite norm", fix=_DIVERGED)  # fmt: skip
+           f"in {some(bad) if bad else 'the sum over all parameters'}",
+           expected="a finite norm", fix=_cure("backward", model, state, precision))  # fmt: skip
 
 
 _NO_LABELS = "Are all labels masked (-100), or all rows cut before their answer? Raise the maximal length."
-_DIVERGED = (
-    "No parameter was changed by this step. Lower the learning rate, add warm-up steps, set max_grad_norm, "
-    "or compute in bfloat16 or float32 instead of float16."
-)
 
 
-def _some(items: Iterable[Any]) -> str:
-    items = list(items)
-    return ", ".join(map(str, items[:5])) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+def not_finite(model: Module) -> list[str]:
+    """The names of the parameters that hold NaN or infinity."""
+    return [name for name, p in model.named_parameters() if not all_finite(p.data)]
+
+
+def _cure(part: str, model: Module, state: TrainState, precision: Any) -> str:
+    """What to do: before the first step the settings are innocent; float16 is to blame only where it is used."""
+    narrow = precision is not None and as_dtype(precision) == float16
+    if state.step > 0:
+        return (
+            "No parameter was changed by this step. Lower the learning rate, add warm-up steps, set max_grad_norm"
+            + (", or compute in bfloat16 or float32 instead of float16." if narrow else ".")
+        )
+    bad = not_finite(model)
+    if bad:
+        why = f"NaN or infinity stands in {some(bad)}. Check the files that they come from."
+    elif narrow:
+        why = "compute in bfloat16 or float32 instead of float16."
+    else:
+        why = "all parameters are finite, so look at the rows, the loss function and the largest weights."
+    return f"The very first {part} is not finite already, so the learning rate has no part in it: {why}"

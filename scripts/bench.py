@@ -35,6 +35,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--checkpointing", action="store_true", help="recompute each layer in backward")
+    parser.add_argument("--pass-tokens", type=int, default=1024, help="tokens of one pass: a step is cut between rows")
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after one to warm up")
     parser.add_argument("--profile", action="store_true", help="time by op, forward and backward")
     parser.add_argument("--peer", choices=("hf-peft",), help="measure transformers + peft in turn")
@@ -47,8 +48,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--debug", action="store_true", help="tracebacks for expected errors too")
     args = parser.parse_args(argv)
     args.peer_settings = tuple(args.peer_settings.split(","))
-    if min(args.rank, args.steps, args.rounds, args.new_tokens) < 1:
-        parser.error("--rank, --steps, --rounds and --new-tokens are at least 1")
+    if min(args.rank, args.pass_tokens, args.steps, args.rounds, args.new_tokens) < 1:
+        parser.error("--rank, --pass-tokens, --steps, --rounds and --new-tokens are at least 1")
     if not set(args.peer_settings) <= set(compare.SETTINGS):
         parser.error(f"--peer-settings is a list of {', '.join(compare.SETTINGS)}")
     try:
@@ -66,8 +67,8 @@ def page(argv: Sequence[str]) -> int:
         folder = f"{args.files}/{args.shape}-{args.dtype}" if args.files else scratch
         spec = Spec(
             args.what, folder, shape=args.shape, workload=args.workload, dtype=args.dtype, rank=args.rank,
-            checkpointing=args.checkpointing, steps=args.steps, profile=args.profile, new_tokens=args.new_tokens,
-            threads=available_cpus(),
+            checkpointing=args.checkpointing, pass_tokens=args.pass_tokens, steps=args.steps, profile=args.profile,
+            new_tokens=args.new_tokens, threads=available_cpus(),
         )  # fmt: skip
         measures = {"step": steps, "length": points, "rank": points, "generate": beside, "startup": beside}
         print(json.dumps(measures[args.what](spec, args)))

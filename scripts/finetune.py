@@ -6,6 +6,7 @@ Without CONFIG: the quick start, on a small pretrained model in configs/quicksta
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from peft_core.errors import ConfigError
 from run.config import RunConfig
-from run.config_file import load_config, to_toml
+from run.config_file import Note, load_config, override_names, to_toml
 from run.errors import run_page
 from run.job import Job
 from run.quickstart import quickstart_config, show_scores
@@ -43,10 +44,11 @@ def page(argv: Sequence[str]) -> int:
         if args.dry_run:
             return job.try_one_step()
         stack.enter_context(job.run.locked())
-        job.begin()
-        job.train()
-        job.save()
-        if args.config is None and args.resume is None:
+        with job.run.given_back_unless(job.has_begun):
+            job.begin()
+            job.train()
+            job.save()
+        if args.quick_start:
             show_scores(job)
     return 0
 
@@ -76,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     files = [word for word in args.words if "=" not in word]
     if len(files) > 1:
         parser.error(f"expected one CONFIG and section.key=value pairs, got {' '.join(files)}")
-    args.config = files[0] if files else None
+    args.config, args.output_dir, args.quick_start = files[0] if files else None, None, False
     if args.resume is not None and args.overwrite:
         parser.error("--resume and --overwrite exclude each other")
     return args
@@ -94,10 +96,34 @@ def read_config(args: argparse.Namespace, stack: ExitStack) -> RunConfig:
         return load_config(resolved_config(Path(args.resume)), args.overrides, note)
     if args.resume is not None:
         raise ConfigError("--resume without CONFIG needs a PATH; expected a run such as runs/quickstart-1. Add it.")
-    scratch = None
+    if own := sorted(override_names(args.overrides) & {"model.path", "data.path"}):
+        return own_config(args.overrides, note, own)
+    scratch, made = None, list[Path]()
     if args.check or args.dry_run or args.print_config:  # these leave nothing behind
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    return quickstart_config(args.overrides, note, scratch)
+    else:
+        stack.push(lambda kind, error, trace: remove_unstarted(made, args.output_dir) if kind else None)
+    config = quickstart_config(args.overrides, note, scratch, made.append)
+    args.output_dir, args.quick_start = config.output.output_dir, True
+    return config
+
+
+def own_config(overrides: list[str], note: Note, own: list[str]) -> RunConfig:
+    """The config of the command line alone: with a model or data of one's own nothing of the quick start fits."""
+    try:
+        return load_config(None, overrides, note)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} Without CONFIG, {' and '.join(own)} on the command line means a run of your own and not the "
+            "quick start: model.path, data.path and output.output_dir have to be there."
+        ) from error
+
+
+def remove_unstarted(folders: list[Path], output_dir: str | None) -> None:
+    """Take a failed quick start's folder away, unless its run has something that can be continued."""
+    for folder in folders:
+        if not RunDir(output_dir or folder).in_use():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def resolved_config(path: Path) -> Path:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from adapters import load_adapter, set_active
+from peft_core.amp import autocast
+from peft_core.dtypes import dtype_name
 from peft_core.errors import ConfigError
 from run import base
 from run.errors import run_page
@@ -30,7 +32,10 @@ class Speaker:
         self.args = args
         self.tokenizer: Tokenizer = base.load_tokenizer(source, args.chat_template)
         self.stop_ids = base.stop_ids(directory, self.tokenizer)
-        self.model: Any = from_pretrained(directory, dtype=args.dtype, device=base.open_device(args.device))
+        device = base.open_device(args.device)
+        self.model: Any = from_pretrained(directory, dtype=args.dtype, device=device)
+        stored = {dtype_name(p.dtype) for p in self.model.parameters()}
+        self.precision = base.compute_dtype("auto", device, stored)  # as finetune.py chooses it
         self.names: list[str] = []
         if args.adapter:
             load_adapter(self.model, args.adapter, "tuned")
@@ -42,11 +47,12 @@ class Speaker:
         args, stream = self.args, Stream(self.tokenizer)
         if self.names:
             set_active(self.model, self.names if tuned else [])
-        generate(
-            self.model, [ids], max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0,
-            temperature=args.temperature or 1.0, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
-            eos_token_id=self.stop_ids, on_token=stream.take,
-        )  # fmt: skip
+        with autocast(self.precision):
+            generate(
+                self.model, [ids], max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0,
+                temperature=args.temperature or 1.0, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
+                eos_token_id=self.stop_ids, on_token=stream.take,
+            )  # fmt: skip
         return stream.end()
 
 

@@ -26,6 +26,8 @@ LIBRARIES = {  # what each package may use besides the standard library
 }
 NUMBA_MODULES = {  # kernels on the register tile; nobody else imports one of them at its top
     "peft_core/tiles.py",
+    "peft_core/tile_parts.py",
+    "peft_core/packing_tiles.py",
     "peft_core/ops/projection_tiles.py",
     "peft_core/ops/attention_tiles.py",
     "peft_core/ops/loss_tiles.py",

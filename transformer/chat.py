@@ -1,29 +1,18 @@
-"""Chat messages to text: one fixed shape for messages, and a model's own template rendered in a sandbox.
-
-Templates come from downloaded directories, so they are untrusted programs. Three things keep them harmless: jinja2's
-sandbox (no private attributes), a budget for loops and repetitions, and a bound on the size of what they write.
-"""
+"""Chat messages to text: one fixed shape for messages, and a model's template rendered (in sandbox.py's sandbox)."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from peft_core.errors import DataError
+from peft_core.errors import DataError, short
+from transformer.sandbox import MAX_RENDERED_CHARACTERS, compiled, one_rendering
 
-MAX_RENDERED_CHARACTERS = 20_000_000
-MAX_LOOP_STEPS = 1_000_000
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -34,82 +23,6 @@ ROLES = {
     "observation": "tool",
     "function": "tool",
 }
-
-
-class _GenerationBlock(Extension):
-    """``{% generation %}...{% endgeneration %}``: some templates mark answers with it; here only its body counts."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as a plain class attribute)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, which also stops a private attribute at once and repetitions that would fill the memory."""
-
-    intercepted_binops = frozenset(["*", "**", "%"])
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        # The stock answer is an undefined value that prints as nothing: an attack would pass for an empty string.
-        raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is not allowed")
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            for size, times in ((left, right), (right, left)):
-                if (
-                    isinstance(size, str | list | tuple)
-                    and isinstance(times, int)
-                    and len(size) * times > MAX_LOOP_STEPS
-                ):
-                    raise SecurityError(f"a repetition of {len(size) * times:,} elements is not allowed")
-        elif operator == "**" and isinstance(right, int | float) and abs(right) > 64:
-            raise SecurityError(f"the power {right} is not allowed")
-        elif operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*(\*|\d{4})", left):
-            raise SecurityError("a field width of more than three digits is not allowed")
-        return super().call_binop(context, operator, left, right)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes <, > and & for HTML, and non-ASCII text: the model would be trained on the escapes.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    return environment.from_string(template)
-
-
-def _counted_range() -> Callable[..., range]:
-    steps = 0
-
-    def counted(*bounds: int) -> range:
-        nonlocal steps
-        numbers = range(*bounds)
-        # Subtraction instead of len(): the length of range(10**30) does not fit into len().
-        steps += max(0, (numbers.stop - numbers.start) // numbers.step) + 1
-        if steps > MAX_LOOP_STEPS:
-            raise SecurityError(f"more than {MAX_LOOP_STEPS:,} loop steps are not allowed")
-        return numbers
-
-    return counted
 
 
 def render_chat(
@@ -134,19 +47,19 @@ def render_chat(
     pieces: list[str] = []
     size = 0
     try:
-        for piece in _compile(template).generate(
-            **variables,
-            messages=[dict(message) for message in messages],
-            tools=list(tools) if tools else None,
-            documents=list(documents) if documents else None,
-            add_generation_prompt=add_generation_prompt,
-            range=_counted_range(),
-            strftime_now=moment.strftime,
-        ):
-            pieces.append(piece)
-            size += len(piece)
-            if size > MAX_RENDERED_CHARACTERS:
-                raise SecurityError(f"more than {MAX_RENDERED_CHARACTERS:,} characters are not allowed")
+        with one_rendering():
+            for piece in compiled(template).generate(
+                **variables,
+                messages=[dict(message) for message in messages],
+                tools=list(tools) if tools else None,
+                documents=list(documents) if documents else None,
+                add_generation_prompt=add_generation_prompt,
+                strftime_now=moment.strftime,
+            ):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MAX_RENDERED_CHARACTERS:
+                    raise SecurityError(f"more than {MAX_RENDERED_CHARACTERS:,} characters are not allowed")
     except jinja2.TemplateSyntaxError as error:
         raise DataError(
             f"{where}: the chat template is not valid at its line {error.lineno} ({error.message}); expected a Jinja "
@@ -175,16 +88,16 @@ def plain_messages(messages: Any, *, where: str = "chat") -> list[dict[str, Any]
     Raises DataError, naming ``where`` and the message's index, for anything else.
     """
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: messages is {_short(messages)}; expected a list of at least one message.")
+        raise DataError(f"{where}: messages is {short(messages)}; expected a list of at least one message.")
     return [_plain_message(message, f"{where}: message {i}") for i, message in enumerate(messages)]
 
 
 def _plain_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise DataError(f"{where} is {_short(message)}; expected an object with 'role' and 'content'.")
+        raise DataError(f"{where} is {short(message)}; expected an object with 'role' and 'content'.")
     role = message.get("role", message.get("from"))
     if not isinstance(role, str):
-        raise DataError(f"{where} has the role {_short(role)}; expected a string under 'role' (or 'from').")
+        raise DataError(f"{where} has the role {short(role)}; expected a string under 'role' (or 'from').")
     content = message.get("content", message.get("value"))
     plain = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
     plain = {"role": ROLES.get(role, role), "content": content, **plain}
@@ -195,7 +108,7 @@ def _plain_message(message: Any, where: str) -> dict[str, Any]:
     elif content is None and (plain.get("tool_calls") or plain.get("reasoning_content")):
         plain["content"] = ""  # many templates add content to a string without looking
     elif not isinstance(content, str):
-        raise DataError(f"{where} has the content {_short(content)}; expected a string or a list of text parts.")
+        raise DataError(f"{where} has the content {short(content)}; expected a string or a list of text parts.")
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_parsed_arguments(call, where) for call in _listed(plain["tool_calls"], where)]
     return plain
@@ -217,7 +130,7 @@ def _join_parts(plain: dict[str, Any], parts: list[Any], where: str) -> None:
             (texts if kind == "text" else reasoning).append(value)
         else:
             raise DataError(
-                f"{where} has the content part {_short(part)}; expected type 'text', 'reasoning' or 'tool_call' with a "
+                f"{where} has the content part {short(part)}; expected type 'text', 'reasoning' or 'tool_call' with a "
                 "string under 'text' or 'value'. Images and sound are not supported: remove such rows."
             )
     plain["content"] = "".join(texts)
@@ -232,16 +145,16 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} has a tool call that is not valid JSON ({error}): {_short(value)}.") from error
+        raise DataError(f"{where} has a tool call that is not valid JSON ({error}): {short(value)}.") from error
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise DataError(f"{where} has the tool call {_short(value)}; expected an object with 'name' and 'arguments'.")
+        raise DataError(f"{where} has the tool call {short(value)}; expected an object with 'name' and 'arguments'.")
     return [{"type": "function", "function": call} for call in calls]
 
 
 def _parsed_arguments(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, dict):
-        raise DataError(f"{where} has the tool call {_short(call)}; expected an object with 'function' or 'name'.")
+        raise DataError(f"{where} has the tool call {short(call)}; expected an object with 'function' or 'name'.")
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         # OpenAI writes arguments as a JSON string; templates apply tojson themselves and would quote it twice.
@@ -254,7 +167,7 @@ def _parsed_arguments(call: Any, where: str) -> dict[str, Any]:
 
 def _listed(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise DataError(f"{where} has tool_calls {_short(value)}; expected a list.")
+        raise DataError(f"{where} has tool_calls {short(value)}; expected a list.")
     return value
 
 
@@ -267,16 +180,11 @@ def plain_tools(tools: Any, *, where: str = "chat") -> list[dict[str, Any]] | No
         try:
             tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: tools is not valid JSON ({error}): {_short(tools)}.") from error
+            raise DataError(f"{where}: tools is not valid JSON ({error}): {short(tools)}.") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: tools is {_short(tools)}; expected a list of objects, or its JSON text.")
+        raise DataError(f"{where}: tools is {short(tools)}; expected a list of objects, or its JSON text.")
     return [
         tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool} for tool in tools
     ]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -205,7 +205,8 @@ class _Build:
         self.lengths: list[int] = []
         self.needed: list[int] = []  # the smallest max_seq_length that keeps the sample
         self.ends: Counter[int | None] = Counter()  # last trained token of chat samples, before cutting
-        self.n_too_long = self.n_truncated = self.n_untrained = self.n_ending = self.n_unwritten = 0
+        self.n_too_long = self.n_truncated = self.n_untrained = self.n_ending = 0
+        self.n_unwritten = self.n_empty = self.n_with_empty = 0
 
     def add(self, sample: Sample) -> None:
         length = len(sample.input_ids)
@@ -236,6 +237,8 @@ class _Build:
             self.n_untrained += 1
             return
         self.n_ending += sample.last_token in self.stops
+        self.n_empty += sample.n_empty
+        self.n_with_empty += sample.n_empty > 0
         self.kept.append(sample)
 
     def _needed(self, sample: Sample) -> int:
@@ -298,12 +301,18 @@ class _Build:
         return ", ".join(str(self.tokenizer.convert_ids_to_tokens(i)) for i in ids if i is not None)
 
     def _notes(self) -> tuple[str, ...]:
-        if not self.n_unwritten:
-            return ()
-        return (
-            f"{self.n_unwritten:,} answers are not trained: the chat template does not write tool calls. "
-            "Set model.chat_template to one that does.",
-        )
+        notes = []
+        if self.n_unwritten:
+            notes.append(
+                f"{self.n_unwritten:,} answers are not trained: the chat template does not write tool calls. "
+                "Set model.chat_template to one that does."
+            )
+        if self.n_empty:
+            notes.append(
+                f"{self.n_empty:,} answers in {self.n_with_empty:,} of {len(self.kept):,} rows are empty: they teach "
+                "to end at once. Remove them unless that is meant."
+            )
+        return tuple(notes)
 
     def report(self, formats: Mapping[str, int]) -> DataReport:
         lengths = np.array(self.lengths)

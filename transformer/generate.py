@@ -9,7 +9,7 @@ import numpy as np
 
 from peft_core import ops
 from peft_core.backend import to_device, to_numpy
-from peft_core.errors import ConfigError, DataError, expect
+from peft_core.errors import ConfigError, DataError, DivergedError, expect
 from peft_core.random import mix64
 from peft_core.tape import no_grad
 from transformer.batch import Batch
@@ -30,25 +30,31 @@ def generate(
     eos_token_id: int | Iterable[int] | None = None,
     on_token: Callable[[int, int], object] | None = None,
     use_cache: bool = True,
+    row_numbers: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt: the likeliest, or with ``do_sample`` drawn from softmax(logits / temperature).
 
     ``top_k``: only the k likeliest; ``top_p``: then only the smallest set of likeliest tokens with at least that much
     of the probability (Holtzman et al., arXiv:1904.09751, section 3.1).  ``seed``: each row has its own stream, made
-    from the seed and the row's number; other rows do not change it.  A row ends with a token of ``eos_token_id``
-    (included; default: the model's own, () for none) or after ``max_new_tokens``.  ``on_token(row, id)`` hears each
-    token at once.  Runs in eval mode without recording.  ``use_cache=False`` runs the whole rows again for each token:
-    slow, to compare with.  Raises ConfigError for settings and DataError for prompts that make no sense.
+    from the seed and the row's number (``row_numbers``: default 0, 1, ...); other rows do not change it.  A row ends
+    with a token of ``eos_token_id`` (included; default: the model's own, () for none) or after ``max_new_tokens``.
+    ``on_token(row, id)`` hears each token at once.  Runs in eval mode without recording.  ``use_cache=False`` runs the
+    whole rows again for each token: slow, to compare with.  Raises ConfigError for settings and DataError for prompts
+    that make no sense, DivergedError for logits that are not finite.
     """
     _check_settings(max_new_tokens, do_sample, temperature, top_k, top_p)
     rows = [_prompt(i, prompt) for i, prompt in enumerate(prompts)]
     stops = _stops(model, eos_token_id)
-    streams = [np.random.Generator(np.random.Philox(key=mix64(mix64(seed & _MASK) ^ row))) for row in range(len(rows))]
+    numbers = range(len(rows)) if row_numbers is None else row_numbers
+    expect(len(numbers) == len(rows), ConfigError, f"row_numbers has {len(numbers)} entries for {len(rows)} prompts",
+           expected="one for each prompt")  # fmt: skip
+    streams = [np.random.Generator(np.random.Philox(key=mix64(mix64(seed & _MASK) ^ row))) for row in numbers]
     new: list[list[int]] = [[] for _ in rows]
     if not rows or max_new_tokens == 0:
         return new
 
     def choose(row: int, logits: np.ndarray) -> int:  # logits (V,)
+        _expect_finite(numbers[row], len(new[row]), logits)
         if not do_sample:
             return int(logits.argmax())
         return _draw(probabilities(logits, temperature, top_k, top_p), streams[row].random())
@@ -88,8 +94,7 @@ def _tokens(
         for row, z in zip(active, logits, strict=True):
             token = choose(row, z)
             yield row, token
-            step = np.array([token], np.int64)
-            fed[row] = step if use_cache else np.concatenate([fed[row], step])
+            fed[row] = np.array([token], np.int64) if use_cache else np.append(fed[row], token)
             if token not in stops:
                 left.append(row)
             else:
@@ -109,10 +114,12 @@ def probabilities(
 
     Tokens as likely as the k-th stay.
     """
-    z = logits.astype(np.float64) / temperature
+    z = logits.astype(np.float64)
+    with np.errstate(over="ignore"):
+        z = (z - z.max()) / temperature  # in this order: a tiny temperature then gives -inf, and never inf - inf
     if top_k is not None and top_k < len(z):
         z = np.where(z < np.partition(z, -top_k)[-top_k], -np.inf, z)
-    p = np.exp(z - z.max())
+    p = np.exp(z)
     p /= p.sum()
     if top_p is not None and top_p < 1:
         order = np.argsort(-p, kind="stable")
@@ -140,6 +147,17 @@ def _check_settings(n: int, do_sample: bool, temperature: float, top_k: int | No
     idle = not do_sample and (temperature != 1.0 or top_k is not None or top_p is not None)
     expect(not idle, ConfigError, "temperature, top_k or top_p is set without do_sample", expected="do_sample=True",
            fix="Without it the likeliest token is taken and these settings do nothing.")  # fmt: skip
+
+
+def _expect_finite(row: int, step: int, logits: np.ndarray) -> None:
+    """The likeliest of NaNs is token 0 and a draw among them an index past the end: neither is an answer."""
+    bad = np.flatnonzero(~np.isfinite(logits))
+    if len(bad):
+        raise DivergedError(
+            f"{len(bad)} of {len(logits)} logits of prompt {row} are NaN or infinite at new token {step + 1} (the "
+            f"first is {logits[bad[0]]} for token {bad[0]}); expected finite logits. Base or adapter hold NaN or "
+            "infinity, or numbers outgrew their dtype: look at the files, or load them as float32."
+        )
 
 
 def _prompt(row: int, ids: Any) -> np.ndarray:

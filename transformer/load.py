@@ -136,4 +136,5 @@ def _converted(array: np.ndarray, wanted: np.dtype | None, name: str) -> np.ndar
         largest = float(np.abs(array).max())
         raise ModelError(f"{name} has values up to {largest:.4g}; expected at most 65504, the largest float16. "
                          "Load it as bfloat16 or float32.")  # fmt: skip
+    result.flags.writeable = False  # as the mapped ones: frozen weights may be packed
     return result

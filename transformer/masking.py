@@ -31,6 +31,7 @@ class Passage:
     spans: list[tuple[int, int]]
     ends: bool = False
     n_unwritten: int = 0  # answers left out because the template does not write their tool calls
+    n_empty: int = 0  # answers in which nothing but the end is trained
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Sample:
     last_token: int | None = field(default=None)  # last trained token that is not white space
     starts_with_bos: bool = False
     n_unwritten: int = 0
+    n_empty: int = 0
 
     @property
     def n_trained(self) -> int:
@@ -70,7 +72,7 @@ def passages(
         )
         start = 0 if loss_on == "all" else len(row.prompt)
         text = row.prompt + row.completion
-        return [Passage(text, [(start, len(text))], ends=True)]
+        return [Passage(text, [(start, len(text))], ends=True, n_empty=int(not row.completion.strip()))]
     if isinstance(row, TextRow):
         return [Passage(row.text, [(0, len(row.text))], ends=True)]
     return []
@@ -105,12 +107,19 @@ def _chat_passages(row: ChatRow, tokenizer: Tokenizer, loss_on: str, now: dateti
             start = _answer_start(before, after, render(row.messages[:i]), f"{row.where}: message {i}")
         joint = joint and whole.startswith(after)
         if _calls_written(row.messages[i], after[start:]):
-            made.append(Passage(after, [(start, len(after))]))
+            made.append(Passage(after, [(start, len(after))], n_empty=int(_is_empty(row.messages[i]))))
         else:
             n_unwritten += 1
     if joint or not made:
-        return [Passage(whole, [span for one in made for span in one.spans], n_unwritten=n_unwritten)]
+        n_empty = sum(one.n_empty for one in made)
+        return [Passage(whole, [span for one in made for span in one.spans], n_unwritten=n_unwritten, n_empty=n_empty)]
     return [replace(made[0], n_unwritten=n_unwritten), *made[1:]]
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    """Whether there is nothing to learn from an answer but to end at once."""
+    said = str(message.get("content") or "") + str(message.get("reasoning_content") or "")
+    return not said.strip() and not message.get("tool_calls")
 
 
 def _calls_written(message: dict[str, Any], answer: str) -> bool:
@@ -189,6 +198,8 @@ class _Finisher:
 
     def passage(self, source: int, row: Row, passage: Passage, ids: list[int], offsets: Offsets) -> Sample:
         chosen = trained_tokens(offsets, passage.spans)
+        if isinstance(row, ChatRow) and self.loss_on == "assistant":
+            self._stop_at_ends(ids, offsets, passage.spans, chosen)
         complete = self.tokenizer.with_prefix(ids)
         if len(complete) > len(ids):
             added = len(complete) - len(ids)
@@ -198,7 +209,24 @@ class _Finisher:
             complete = [*complete, eos]
             chosen = np.append(chosen, True)
         labels = np.where(chosen, np.array(complete, np.int32), np.int32(IGNORED_LABEL))
-        return replace(self._sample(source, row, complete, labels.astype(np.int32)), n_unwritten=passage.n_unwritten)
+        sample = self._sample(source, row, complete, labels.astype(np.int32))
+        return replace(sample, n_unwritten=passage.n_unwritten, n_empty=passage.n_empty)
+
+    def _stop_at_ends(
+        self, ids: list[int], offsets: Offsets, spans: Sequence[tuple[int, int]], chosen: npt.NDArray[np.bool_]
+    ) -> None:
+        """White space after an answer's end token is not trained.
+
+        Generation stops at the end token, and the line break that many templates write after it comes from the template
+        again: a model is never asked for it. Templates with ``{% generation %}`` marks close them before it too. An
+        answer that ends with plain text keeps its white space: there it may be what ends it.
+        """
+        bounds = np.array(offsets, np.int64).reshape(-1, 2)
+        for start, stop in spans:
+            inside = np.flatnonzero((bounds[:, 1] > start) & (bounds[:, 0] < stop))
+            last = next((int(t) for t in inside[::-1] if not self._is_blank(ids[t])), None)
+            if last is not None and self.tokenizer.is_added(ids[last]):
+                chosen[inside[inside > last]] = False
 
     def _sample(self, source: int, row: Row, ids: list[int], labels: Ids) -> Sample:
         last = next((int(i) for i in labels[::-1] if i != IGNORED_LABEL and not self._is_blank(int(i))), None)

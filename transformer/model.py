@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from peft_core import ops
-from peft_core.backend import Array, to_device, to_numpy
+from peft_core.backend import Array, Device, to_device, to_numpy
 from peft_core.dtypes import promote
 from peft_core.errors import DataError, expect
 from peft_core.nn import Linear, Module
@@ -167,15 +167,18 @@ class CausalLM(Module):
         mask = np.ones(ids.shape, bool) if attention_mask is None else _mask(attention_mask, ids.shape)
         rows = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
         new = generate(self, rows, **{"max_new_tokens": 20, **options})
-        eos = self.config.eos_token_id
-        fill = self.config.pad_token_id
-        if fill is None:
-            fill = (eos[0] if isinstance(eos, list) else eos) or 0
-        out = np.full((len(ids), ids.shape[1] + max(map(len, new), default=0)), fill, np.int64)
+        out = np.full((len(ids), ids.shape[1] + max(map(len, new), default=0)), self.padding_id, np.int64)
         out[:, : ids.shape[1]] = ids
         for b, tokens in enumerate(new):
             out[b, ids.shape[1] : ids.shape[1] + len(tokens)] = tokens
         return out
+
+    @property
+    def padding_id(self) -> int:
+        """What short rows are filled up with: the padding id, else the first end-of-text id, else 0."""
+        eos = self.config.eos_token_id
+        first = eos[0] if isinstance(eos, list) else eos
+        return int((first or 0) if self.config.pad_token_id is None else self.config.pad_token_id)
 
     # ------------------------------------------------------------------ names people know
 
@@ -199,6 +202,19 @@ class CausalLM(Module):
     def gradient_checkpointing_disable(self) -> None:
         """Keep all activations."""
         self.gradient_checkpointing = False
+
+    def enable_input_require_grads(self) -> None:
+        """Nothing to do: recomputed layers give gradients to adapters above a frozen embedding as they are."""
+
+    @property
+    def device(self) -> Device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the embedding."""
+        return next(self.parameters()).dtype
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """The number of parameters, a tied one counted once."""

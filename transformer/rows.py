@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft_core.errors import ConfigError, DataError, expect
+from peft_core.errors import ConfigError, DataError, expect, short
 from transformer.chat import plain_messages, plain_tools
 
 IGNORED_LABEL = -100
@@ -252,7 +252,7 @@ def _parquet_records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _row(where: str, record: Any, format: str, columns: Mapping[str, str], separator: str | None) -> Row:
-    expect(isinstance(record, dict), DataError, f"{where}: the row is {_short(record)}", expected="a JSON object")
+    expect(isinstance(record, dict), DataError, f"{where}: the row is {short(record)}", expected="a JSON object")
     if separator is not None:
         prompt, found, completion = record["text"].partition(separator)
         expect(found, DataError, f"{where}: the line has no {separator!r}", expected="prompt, separator, completion")
@@ -379,22 +379,17 @@ _BUILDERS: dict[str, Any] = {
 
 def _string(record: Mapping[str, Any], key: str, where: str) -> str:
     value = record[key]
-    expect(isinstance(value, str), DataError, f"{where}: {key} is {_short(value)}", expected="a string")
+    expect(isinstance(value, str), DataError, f"{where}: {key} is {short(value)}", expected="a string")
     return str(value)
 
 
 def _integers(record: Mapping[str, Any], key: str, where: str) -> list[int]:
     value = record[key]
     good = isinstance(value, list) and all(type(i) is int for i in value)
-    expect(good, DataError, f"{where}: {key} is {_short(value)}", expected="a list of integers")
+    expect(good, DataError, f"{where}: {key} is {short(value)}", expected="a list of integers")
     return list(value)
 
 
 def _braced(record: Mapping[str, Any] | Sequence[str]) -> str:
     names = [str(name) for name in record]
     return "{" + ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") + "}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -5,6 +5,7 @@ Nothing is drawn while training, so step i of a resumed run is step i of the fir
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,8 +39,10 @@ class Steps(Sequence[list[Batch]]):
 
     With ``batch_size``, a step has ``batch_size * gradient_accumulation_steps`` rows in micro-batches of batch_size.
     With ``max_tokens_per_step``, it has as many rows as fit, divided into at most ``gradient_accumulation_steps``
-    micro-batches of similar size. The last step of an epoch may be smaller; no row is left out and none moves to the
-    next epoch. ``max_steps`` overrides ``num_epochs`` and goes round as often as needed. Raises ConfigError.
+    micro-batches of similar size. ``max_tokens_per_pass`` cuts each micro-batch further, between rows, into parts of
+    similar size: activations need less memory, and as gradients are divided once a step by its labelled tokens, the
+    step stays the same but for rounding. The last step of an epoch may be smaller; no row is left out and none moves to
+    the next epoch. ``max_steps`` overrides ``num_epochs`` and goes round as often as needed. Raises ConfigError.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Steps(Sequence[list[Batch]]):
         batch_size: int | None = None,
         *,
         max_tokens_per_step: int | None = None,
+        max_tokens_per_pass: int | None = None,
         gradient_accumulation_steps: int = 1,
         num_epochs: int | None = None,
         max_steps: int | None = None,
@@ -70,6 +74,7 @@ class Steps(Sequence[list[Batch]]):
         given = {
             "batch_size": batch_size,
             "max_tokens_per_step": max_tokens_per_step,
+            "max_tokens_per_pass": max_tokens_per_pass,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "num_epochs": num_epochs,
             "max_steps": max_steps,
@@ -79,12 +84,13 @@ class Steps(Sequence[list[Batch]]):
         self.rows = rows
         self.batch_size = batch_size
         self.max_tokens_per_step = max_tokens_per_step
+        self.max_tokens_per_pass = max_tokens_per_pass
         self.accumulation = gradient_accumulation_steps
         self.seed = seed
         self.shuffle = shuffle
-        self._lengths = np.array([len(ids) for ids, _ in rows], np.int64)
+        self.lengths = np.array([len(ids) for ids, _ in rows], np.int64)
         if max_tokens_per_step is not None:
-            longest = int(self._lengths.max())
+            longest = int(self.lengths.max())
             expect(
                 longest <= max_tokens_per_step,
                 ConfigError,
@@ -122,7 +128,7 @@ class Steps(Sequence[list[Batch]]):
             size = self.batch_size * self.accumulation
             return [order[i : i + size] for i in range(0, len(order), size)]
         cuts, tokens = [], 0
-        for position, length in enumerate(self._lengths[order].tolist()):
+        for position, length in enumerate(self.lengths[order].tolist()):
             tokens += length
             if tokens > (self.max_tokens_per_step or 0):
                 cuts.append(position)
@@ -130,12 +136,21 @@ class Steps(Sequence[list[Batch]]):
         return np.split(order, cuts)
 
     def _micro(self, chosen: Order) -> list[Order]:
-        if self.batch_size is not None:
-            return [chosen[i : i + self.batch_size] for i in range(0, len(chosen), self.batch_size)]
-        # A row belongs to the part in which its middle token lies: parts of similar size, none empty of necessity.
-        lengths = self._lengths[chosen]
+        if self.batch_size is None:
+            parts = self._parts(chosen, self.accumulation)
+        else:
+            parts = [chosen[i : i + self.batch_size] for i in range(0, len(chosen), self.batch_size)]
+        if self.max_tokens_per_pass is None:
+            return parts
+        tokens = [int(self.lengths[part].sum()) for part in parts]
+        return [cut for part, n in zip(parts, tokens, strict=True)
+                for cut in self._parts(part, -(-n // self.max_tokens_per_pass))]  # fmt: skip
+
+    def _parts(self, chosen: Order, most: int) -> list[Order]:
+        """``chosen`` in at most ``most`` parts of similar size: a row belongs to the part its middle token lies in."""
+        lengths = self.lengths[chosen]
         middle = np.cumsum(lengths) - lengths / 2
-        part = np.minimum(middle * self.accumulation / max(lengths.sum(), 1), self.accumulation - 1).astype(np.int64)
+        part = np.minimum(middle * most / max(lengths.sum(), 1), most - 1).astype(np.int64)
         return [chosen[part == k] for k in np.unique(part)]
 
     def __len__(self) -> int:
@@ -144,6 +159,12 @@ class Steps(Sequence[list[Batch]]):
     def epoch_of(self, step: int) -> int:
         """Return the epoch (from 0) that a step belongs to."""
         return int(np.searchsorted(self._first, step, side="right")) - 1
+
+    def with_passes(self, max_tokens: int | None) -> Steps:
+        """The same steps in passes of at most ``max_tokens`` tokens, or of one row."""
+        steps = copy.copy(self)
+        steps.max_tokens_per_pass = max_tokens
+        return steps
 
     def row_indices(self, step: int) -> list[Order]:
         """Return for each micro-batch of a step the indices of its rows."""
@@ -166,10 +187,20 @@ class Steps(Sequence[list[Batch]]):
         return replace(Batch.from_rows([self.rows[i] for i in rows]), rows=rows)
 
 
-def batches(rows: Rows, batch_size: int = 8) -> Iterator[Batch]:
-    """Yield the rows in order in batches of ``batch_size``: the order in which evaluation reads them."""
-    for start in range(0, len(rows), batch_size):
-        yield Batch.from_rows([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
+def batches(rows: Rows, batch_size: int = 8, max_tokens: int | None = None) -> Iterator[Batch]:
+    """Yield the rows in order, ``batch_size`` at a time, fewer where they would have more than ``max_tokens`` tokens.
+
+    A row is never cut. This is the order in which evaluation reads them.
+    """
+    chosen: list[Any] = []
+    for i in range(len(rows)):
+        tokens = sum(len(ids) for ids, _ in [*chosen, rows[i]])
+        if chosen and (len(chosen) == batch_size or (max_tokens is not None and tokens > max_tokens)):
+            yield Batch.from_rows(chosen)
+            chosen = []
+        chosen.append(rows[i])
+    if chosen:
+        yield Batch.from_rows(chosen)
 
 
 def split_indices(n: int, val_size: int | float, seed: int) -> tuple[Order, Order]:
@@ -178,7 +209,14 @@ def split_indices(n: int, val_size: int | float, seed: int) -> tuple[Order, Orde
     ``val_size`` is a number of rows (int) or a share of them (float below 1). Raises ConfigError unless both get a row.
     """
     is_share = isinstance(val_size, float) and val_size < 1
-    size = max(1, round(n * val_size)) if is_share and val_size > 0 else int(val_size)
+    expect(
+        n >= 2,
+        ConfigError,
+        f"data.val_size is {val_size}, and there {'is 1 row' if n == 1 else f'are {n} rows'} to divide",
+        expected="at least 2 rows, one for each side",
+        fix="Remove data.val_size, add rows, or use data.val_path.",
+    )
+    size = min(max(1, round(n * val_size)), n - 1) if is_share and val_size > 0 else int(val_size)
     expect(
         0 < size < n and (is_share or size == val_size),
         ConfigError,

@@ -17,6 +17,7 @@ import tokenizers
 
 from peft_core.checkpoint import read_json
 from peft_core.errors import ConfigError, DataError, FileError, expect
+from peft_core.tensor import Tensor
 from transformer.chat import plain_messages, plain_tools, render_chat
 from transformer.hub import resolve_directory
 from transformer.tokenizer_files import load_backend, read_templates, save_files
@@ -33,6 +34,10 @@ class Encoded(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
+
+    def to(self, device: Any) -> Encoded:
+        """The same with its Tensors on ``device``."""
+        return Encoded({key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.items()})
 
 
 class Tokenizer:
@@ -132,15 +137,16 @@ class Tokenizer:
     ) -> Encoded:
         """Return ``input_ids`` and ``attention_mask`` of one text (lists) or of several (lists of lists, or arrays).
 
-        ``padding`` fills rows up to the longest with ``pad_token_id`` (or ``eos_token_id``); ``return_tensors="np"``
-        gives int64 arrays (B, T). Raises ConfigError for other tensor kinds, and when ragged rows cannot form an array.
+        ``padding`` fills rows up to the longest with ``pad_token_id`` (or ``eos_token_id``); ``return_tensors``: "np"
+        gives int64 arrays (B, T), "pt" (the name in people's code) Tensors of them. Raises ConfigError for other tensor
+        kinds, and when ragged rows cannot form an array.
         """
         expect(
-            return_tensors in (None, "np"),
+            return_tensors in (None, "np", "pt"),
             ConfigError,
             f"return_tensors is {return_tensors!r}",
-            expected="None or 'np'",
-            fix="Models here take NumPy arrays.",
+            expected="None, 'np' or 'pt'",
+            fix="Models here take NumPy arrays and Tensors of peft_core.",
         )
         texts = [text] if isinstance(text, str) else list(text)
         rows = [self.encode(one, add_special_tokens) for one in texts]
@@ -153,7 +159,7 @@ class Tokenizer:
             width = max(len(row) for row in rows)
             rows = [_padded(row, width, fill or 0, padding_side) for row in rows]
             masks = [_padded(mask, width, 0, padding_side) for mask in masks]
-        if return_tensors == "np":
+        if return_tensors is not None:
             lengths = sorted({len(row) for row in rows})
             expect(
                 len(lengths) == 1,
@@ -162,7 +168,8 @@ class Tokenizer:
                 expected="rows of equal length",
                 fix="Pass padding=True.",
             )
-            return Encoded(input_ids=np.array(rows, np.int64), attention_mask=np.array(masks, np.int64))  # (B, T)
+            wrap = Tensor if return_tensors == "pt" else np.asarray
+            return Encoded(input_ids=wrap(np.array(rows)), attention_mask=wrap(np.array(masks)))  # (B, T) int64
         if not isinstance(text, str):
             return Encoded(input_ids=rows, attention_mask=masks)
         return Encoded(input_ids=rows[0], attention_mask=masks[0])

@@ -12,10 +12,10 @@ class Dropout(Module):
     """While training: each element is zero with probability ``p``, the others are divided by 1 - p; else the identity.
 
     Each call takes one key of the default generator, from which the mask is made again in backward. Raises ConfigError
-    for p outside [0, 1).  (Srivastava et al., JMLR 15, 2014, section 4.)
+    for p outside [0, 1).  ``inplace`` changes nothing.  (Srivastava et al., JMLR 15, 2014, section 4.)
     """
 
-    def __init__(self, p: float = 0.5) -> None:
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         expect(0 <= p < 1, ConfigError, f"dropout probability is {p}", expected="a number in [0, 1)")
         self.p = p
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
-from .. import ops
-from ..dtypes import as_dtype
+from .. import creation, ops
 from ..random import Generator
 from ..tensor import Tensor
 from . import init
@@ -31,13 +28,14 @@ class Linear(Module):
         bias: bool = True,
         dtype: Any = "float32",
         generator: Generator | None = None,
+        device: Any = None,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
-        self.weight = Parameter(np.empty((out_features, in_features), as_dtype(dtype)))  # (O, I)
+        self.weight = Parameter(creation.empty(out_features, in_features, dtype=dtype, device=device))  # (O, I)
         init.kaiming_uniform_(self.weight, a=math.sqrt(5), generator=generator)
         self.bias = None
         if bias:
-            self.bias = Parameter(np.empty(out_features, as_dtype(dtype)))  # (O,)
+            self.bias = Parameter(creation.empty(out_features, dtype=dtype, device=device))  # (O,)
             bound = 1 / math.sqrt(max(1, in_features))
             init.uniform_(self.bias, -bound, bound, generator)
 

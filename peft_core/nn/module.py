@@ -8,18 +8,19 @@
 
 A Module's parameters are its Parameter attributes, its children its Module attributes; lists, tuples and dicts of
 them are looked into. A plain Tensor attribute is neither: ``register_buffer`` names those that belong to the model.
-There is no metaclass and no hook: what ``vars(module)`` shows is what there is.
+There is no metaclass and no registration: what ``vars(module)`` shows is what there is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..backend import Device, as_device, to_device, xp_of
 from ..dtypes import as_dtype, dtype_name, is_float
 from ..errors import ModelError
 from ..tensor import Tensor
+from ..unsupported import missing_attribute
 from . import tree
 
 
@@ -59,6 +60,15 @@ class Module:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        plain = isinstance(value, Tensor) and not isinstance(value, Parameter)
+        if plain and isinstance(vars(self).get(name), Parameter):
+            raise TypeError(
+                f"{type(self).__name__}.{name} is a Parameter and was set to a plain Tensor, which is neither trained "
+                "nor saved; expected a Parameter. Write Parameter(tensor), or .copy_(tensor) under no_grad()."
+            )
+        object.__setattr__(self, name, value)
 
     # ------------------------------------------------------------------ what it contains
 
@@ -132,6 +142,28 @@ class Module:
         """The registered buffers."""
         return (buffer for _, buffer in self.named_buffers())
 
+    def register_parameter(self, name: str, parameter: Parameter | None) -> None:
+        """The same as setting the attribute.  Raises TypeError for something that is not a Parameter or None."""
+        if parameter is not None and not isinstance(parameter, Parameter):
+            raise TypeError(f"register_parameter({name!r}) got a {type(parameter).__name__}; expected a Parameter.")
+        setattr(self, name, parameter)
+
+    def add_module(self, name: str, module: Module | None) -> None:
+        """The same as setting the attribute.  Raises TypeError for something that is not a Module or None."""
+        if module is not None and not isinstance(module, Module):
+            raise TypeError(f"add_module({name!r}) got a {type(module).__name__}; expected a Module.")
+        setattr(self, name, module)
+
+    register_module = add_module
+
+    def get_parameter(self, path: str) -> Parameter:
+        """The parameter at ``path``.  Raises AttributeError where there is none."""
+        above, _, name = path.rpartition(".")
+        found = getattr(self.get_submodule(above), name, None)
+        if not isinstance(found, Parameter):
+            raise AttributeError(f"no parameter {path!r}; expected a name of named_parameters().")
+        return found
+
     def get_submodule(self, path: str) -> Module:
         """The module at ``path`` ("" is this one).  Raises AttributeError naming the path and what exists there."""
         return tree.resolve(self, path, Module)
@@ -181,22 +213,45 @@ class Module:
 
     # ------------------------------------------------------------------ changing all of it
 
-    def to(self, *targets: Any) -> Module:
+    def to(self, *targets: Any, dtype: Any = None, device: Any = None, non_blocking: bool = False) -> Module:
         """Convert floating parameters and buffers to a dtype and/or move everything to a device; returns self.
 
         Integer tensors keep their dtype. Parameters stay the same objects, so ties and optimisers hold.
         """
-        dtype, device = None, None
-        for target in targets:
+        for target in (*targets, dtype, device):
             if isinstance(target, Device) or (isinstance(target, str) and target.partition(":")[0] in {"cpu", "cuda"}):
                 device = as_device(target)
-            elif target is not None:
+            elif target is not None and not isinstance(target, bool):
                 dtype = as_dtype(target)
         for tensor in [*self.parameters(), *self.buffers()]:
             tensor.data = _converted(tensor.data, dtype, device)
             if tensor._grad is not None:
                 tensor._grad = _converted(tensor._grad, dtype, device)
         return self
+
+    def float(self) -> Module:
+        """Floating parameters and buffers in float32; returns self."""
+        return self.to("float32")
+
+    def half(self) -> Module:
+        """Floating parameters and buffers in float16; returns self."""
+        return self.to("float16")
+
+    def bfloat16(self) -> Module:
+        """Floating parameters and buffers in bfloat16; returns self."""
+        return self.to("bfloat16")
+
+    def double(self) -> Module:
+        """Floating parameters and buffers in float64; returns self."""
+        return self.to("float64")
+
+    def cpu(self) -> Module:
+        """Everything in host memory; returns self."""
+        return self.to("cpu")
+
+    def cuda(self, device: int = 0) -> Module:
+        """Everything on a GPU; returns self.  Raises RuntimeError where CuPy is missing."""
+        return self.to(f"cuda:{device}")
 
     def requires_grad_(self, flag: bool = True) -> Module:
         """Train (True) or freeze (False) every parameter; returns self."""
@@ -221,10 +276,13 @@ class Module:
         function(self)
         return self
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of all parameters."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters, or fill them with zeros."""
         for parameter in self.parameters():
-            parameter.grad = None
+            if set_to_none:
+                parameter.grad = None
+            elif parameter._grad is not None:
+                parameter._grad[...] = 0
 
     # ------------------------------------------------------------------ for people
 
@@ -234,6 +292,11 @@ class Module:
 
     def __repr__(self) -> str:
         return tree.describe(self, Module)
+
+    if not TYPE_CHECKING:  # a type checker has to see what is missing
+
+        def __getattr__(self, name):
+            raise missing_attribute(type(self).__name__, name, [*vars(self), *dir(type(self))])
 
 
 def _fits(array: Any, tensor: Tensor) -> bool:

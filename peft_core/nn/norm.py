@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from .. import ops
-from ..dtypes import as_dtype
+from .. import creation, ops
 from ..tensor import Tensor
+from ..unsupported import unsupported
 from . import init
 from .module import Module, Parameter
+
+
+def _width(dim: Any) -> int:
+    """``dim`` itself, or the one size of torch's ``normalized_shape``."""
+    sizes = (dim,) if isinstance(dim, int) else tuple(dim)
+    if len(sizes) != 1:
+        unsupported(f"a norm over {len(sizes)} dimensions", "expected the last one; flatten those before")
+    return sizes[0]
+
+
+def _expect_affine(name: str, elementwise_affine: bool) -> None:
+    if not elementwise_affine:
+        unsupported(f"{name}(elementwise_affine=False)", "expected a weight; it starts at one and can be frozen")
 
 
 class RMSNorm(Module):
@@ -21,9 +32,18 @@ class RMSNorm(Module):
 
     weight: Parameter
 
-    def __init__(self, dim: int, eps: float = 1e-6, dtype: Any = "float32") -> None:
+    def __init__(
+        self,
+        dim: Any,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        *,
+        dtype: Any = "float32",
+        device: Any = None,
+    ) -> None:
+        _expect_affine("RMSNorm", elementwise_affine)
         self.eps = eps
-        self.weight = Parameter(np.empty(dim, as_dtype(dtype)))  # (D,)
+        self.weight = Parameter(creation.empty(_width(dim), dtype=dtype, device=device))  # (D,)
         init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,13 +63,23 @@ class LayerNorm(Module):
     weight: Parameter
     bias: Parameter | None
 
-    def __init__(self, dim: int, eps: float = 1e-5, bias: bool = True, dtype: Any = "float32") -> None:
+    def __init__(
+        self,
+        dim: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        dtype: Any = "float32",
+        device: Any = None,
+    ) -> None:
+        _expect_affine("LayerNorm", elementwise_affine)
         self.eps = eps
-        self.weight = Parameter(np.empty(dim, as_dtype(dtype)))  # (D,)
+        self.weight = Parameter(creation.empty(_width(dim), dtype=dtype, device=device))  # (D,)
         init.ones_(self.weight)
         self.bias = None
         if bias:
-            self.bias = Parameter(np.empty(dim, as_dtype(dtype)))  # (D,)
+            self.bias = Parameter(creation.empty(_width(dim), dtype=dtype, device=device))  # (D,)
             init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:

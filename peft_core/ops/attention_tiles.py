@@ -17,7 +17,8 @@ import math
 import numpy as np
 from numba import njit
 
-from ..tiles import FAST, INLINE, bf16_bits, exp2, pair16, round16, tile_6x64, tile_8x48, widen
+from ..tile_parts import FAST, INLINE, bf16_bits, exp2, widen
+from ..tiles import pair16, round16, tile_6x64, tile_8x48
 
 L = 48  # query lanes
 CHUNK = 768  # keys of a forward chunk

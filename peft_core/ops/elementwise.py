@@ -83,6 +83,25 @@ def pow(x: Array, *, exponent: float) -> Any:
 
 
 @op
+def power(a: Array, b: Array) -> Any:
+    """a ** b, elementwise; the gradient at a = 0 is that of torch: 0 for b.  Retains: a and b; y besides for gb."""
+    xp, dtype, (a, b) = operands(a, b)
+    to_a, to_b = fit_like(a), fit_like(b)
+    y = rounded(widen(a, dtype) ** widen(b, dtype), dtype, xp)
+
+    def ga(gy: Array) -> Array:
+        wide, exponent = widen(a, dtype), widen(b, dtype)
+        slope = xp.where(exponent == 0, 0, exponent * wide ** xp.where(exponent == 0, 1, exponent - 1))
+        return to_a(widen(gy) * slope)
+
+    def gb(gy: Array) -> Array:
+        wide = widen(a, dtype)
+        return to_b(widen(gy) * widen(y) * xp.log(xp.where(wide == 0, 1, wide)))
+
+    return y, (ga, gb)
+
+
+@op
 def exp(x: Array) -> Any:
     """e ** x.  Retains the output."""
     xp, dtype, (x,) = operands(x, floating=True)
@@ -95,6 +114,13 @@ def log(x: Array) -> Any:
     """The natural logarithm.  Retains x."""
     xp, dtype, (x,) = operands(x, floating=True)
     return rounded(xp.log(widen(x, dtype)), dtype, xp), (lambda gy: rounded(widen(gy) / widen(x), dtype, xp),)
+
+
+@op
+def log1p(x: Array) -> Any:
+    """log(1 + x), exact for small x.  Retains x."""
+    xp, dtype, (x,) = operands(x, floating=True)
+    return rounded(xp.log1p(widen(x, dtype)), dtype, xp), (lambda gy: rounded(widen(gy) / (1 + widen(x)), dtype, xp),)
 
 
 @op
@@ -197,6 +223,12 @@ def masked_fill(x: Array, mask: Array, *, value: float) -> Any:
     zero = xp.zeros((), dtype)
     y = xp.where(mask, xp.asarray(value, dtype=dtype), x)
     return xp.asarray(y), (lambda gy: xp.asarray(xp.where(mask, zero, gy)), None)
+
+
+@op
+def clone(x: Array) -> Any:
+    """A copy of x.  Retains nothing."""
+    return x.copy(), (lambda gy: gy,)
 
 
 @op

@@ -12,8 +12,8 @@ from .common import rounded, widen
 
 
 @op
-def embedding(ids: Array, w: Array) -> Any:
-    """y = w[ids].   ids (...) integers, w (V, D) -> (..., D).
+def embedding(ids: Array, w: Array, *, padding: int | None = None) -> Any:
+    """y = w[ids].   ids (...) integers, w (V, D) -> (..., D).  Row ``padding`` gets no gradient.
 
     Retains ids.  Gradients of a row that was looked up several times add up, in float32 for half types.
     Raises DataError for ids outside [0, V) or of a dtype that is not integer.
@@ -29,6 +29,8 @@ def embedding(ids: Array, w: Array) -> Any:
     def gw(gy: Array) -> Array:
         g = xp.zeros((n_rows, width), accumulate_dtype(dtype))
         xp.add.at(g, ids.reshape(-1), widen(gy).reshape(-1, width))
+        if padding is not None:
+            g[padding] = 0
         return rounded(g, dtype, xp)
 
     return w[ids], (None, gw)  # (..., D)

@@ -13,7 +13,7 @@ from ..backend import Array, xp_of
 from ..blas import product
 from ..dtypes import accumulate_dtype, bfloat16, promote
 from ..kernels import formula, get_num_threads, run_kernel
-from ..packing import can_pack, packed_backward, packed_forward
+from ..packing import can_pack, packed_backward, packed_forward, words
 from ..tape import op
 from ..workspace import workspace
 
@@ -138,7 +138,7 @@ def head_loss(
     h (N, D), w (V, D), targets (N,) integers -> scalar float32 (float64 for float64 inputs); products in the compute
     dtype, sums and statistics in float32.  No labelled row gives 0.0.  The gradient is linear in the loss's own, so the
     forward forms it where it is wanted, over each chunk's logits; evaluation forms none.
-    A frozen read-only bfloat16 w is packed once where the CPU has bf16 tiles; a thread then holds 8 to 64 rows.
+    A frozen read-only w is packed once where the CPU has tiles; a thread then holds 8 to 64 rows.
     Retains (labelled rows, D) if h trains, (V, D) if w does.
     Raises ValueError for shapes that do not fit or chunk < 1, IndexError for a target outside the vocabulary.
     """
@@ -153,8 +153,8 @@ def head_loss(
     work = accumulate_dtype(dtype)
     targets = xp.ascontiguousarray(targets)
     rows = xp.flatnonzero(targets != ignore_index)  # (M,)
-    if dtype == bfloat16 and not needs[1] and isinstance(h, np.ndarray) and len(rows) and can_pack(w):
-        losses, gh, gw = *_on_tiles(h, w, targets, rows, chunk, needs[0]), None
+    if not needs[1] and isinstance(h, np.ndarray) and len(rows) and can_pack(w, dtype):
+        losses, gh, gw = *_on_tiles(h, w, targets, rows, chunk, dtype, needs[0]), None
     else:
         losses, gh, gw = _by_chunks(h, w, targets, rows, chunk, dtype, needs)
     y = xp.asarray(losses.sum(dtype=np.float64)).astype(work)
@@ -194,9 +194,9 @@ def _by_chunks(
 
 
 def _on_tiles(
-    h: np.ndarray, w: np.ndarray, targets: np.ndarray, rows: np.ndarray, chunk: int, want: bool
+    h: np.ndarray, w: np.ndarray, targets: np.ndarray, rows: np.ndarray, chunk: int, dtype: Any, want: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """(losses (M,), gradient of their sum for h's rows where wanted) in bfloat16 products with a packed head."""
+    """(losses (M,), gradient of their sum for h's rows where wanted) with a packed head."""
     from . import loss_tiles as kernels
 
     x, (n_classes, width) = np.ascontiguousarray(h[rows], np.float32), w.shape  # (M, D)
@@ -205,10 +205,11 @@ def _on_tiles(
     most = max(1, min(TILE_BLOCK, chunk // threads) // kernels.ROWS)
     block = kernels.ROWS * -(-share // -(-share // most))
     losses, gh = np.empty(len(rows), np.float32), np.empty((len(rows) if want else 0, width), np.float32)
-    forward = packed_forward(w)
-    backward = packed_backward(w) if want else forward
+    forward = packed_forward(w, dtype=dtype)
+    backward = packed_backward(w, dtype=dtype) if want else forward
     with workspace:
-        scratch = workspace.get("scratch", threads, kernels.scratch_words(block, width, n_classes))
+        size = kernels.scratch_words(block, width, n_classes)
+        scratch = workspace.get("scratch", threads, size, dtype=words(dtype))
         run_kernel(kernels.head_rows, x, targets[rows].astype(np.int64), forward, backward, n_classes, want, losses, gh,
                    scratch, block)  # fmt: skip
     return losses, gh if want else None

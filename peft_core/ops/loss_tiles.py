@@ -9,37 +9,38 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from ..tile_parts import FAST, INLINE, elements, exp, per, put
 from ..tiles import COLUMNS as C
-from ..tiles import FAST, INLINE, bf16_bits, exp, round16, tile_8x48
+from ..tiles import round16, tile_8x48
 
 ROWS = 8  # of a tile
 GROUP = 8  # panels of slopes that one product with the head takes
 LANES = 16
 _F4 = np.float32
-_ZERO, _ONE, _HIDDEN, _SLOPES = _F4(0), _F4(1), _F4(-1e30), GROUP * C // 2 + 16  # never a power of two
+_ZERO, _ONE, _HIDDEN = _F4(0), _F4(1), _F4(-1e30)
 
 
 def scratch_words(block: int, width: int, n_classes: int) -> int:
     """Words of scratch that a thread needs for blocks of ``block`` rows."""
     panels, columns = -(-n_classes // C), -(-width // C) * C
-    return block * ((width + 1) // 2 + 16 + panels * C + _SLOPES + columns + 2 * LANES)
+    return block * (width + 16 + panels * C + GROUP * C + 16 + columns + 2 * LANES)
 
 
 @njit(**INLINE)
 def _round_rows(x, r0, rows, tiled, a16, ld):  # type: ignore[no-untyped-def]
-    """The left operand: rows r0.. of x in bf16, zeros for the rows and the column that fill it up."""
+    """The left operand: elements of rows r0.. of x, zeros for the rows and the column that fill it up."""
     width, flat = x.shape[1], x.reshape(-1)
     whole = width // 16 * 16
     for i in range(tiled):
-        at = 2 * i * ld
+        row = a16[i * ld : i * ld + width + 1]
         if i >= rows:
-            a16[at : at + width + 1] = np.uint16(0)
+            row[:] = 0
             continue
         for k in range(0, whole, 16):
-            round16(flat, (r0 + i) * width + k, a16, at + k)
+            round16(flat, (r0 + i) * width + k, row, k)
         for k in range(whole, width):
-            a16[at + k] = bf16_bits(x[r0 + i, k])
-        a16[at + width] = np.uint16(0)
+            put(row, k, x[r0 + i, k])
+        row[width] = 0
 
 
 @njit(**INLINE)
@@ -109,48 +110,54 @@ def _scale(s, share):  # type: ignore[no-untyped-def]
 
 @njit(**INLINE)
 def _send_back(z, rows, tiled, block, w, n_classes, width, top, slopes, dh):  # type: ignore[no-untyped-def]
-    """dh (block, columns) = softmax's slopes, rounded to bf16, times the head."""
-    columns, pairs, slopes16 = (width + C - 1) // C * C, (n_classes + 1) // 2, slopes.view(np.uint16)
-    n_panels = (n_classes + C - 1) // C
-    slopes[:] = np.uint32(0)
+    """dh (block, columns) = softmax's slopes, as words, times the head."""
+    columns, slopes16, step, n_panels = (
+        (width + C - 1) // C * C,
+        elements(slopes),
+        per(slopes),
+        (n_classes + C - 1) // C,
+    )
+    words, ld = (n_classes + step - 1) // step, GROUP * C // step + 16  # never a power of two
+    slopes[:] = 0
     for j0 in range(0, n_panels, GROUP):
         for j in range(j0, min(n_panels, j0 + GROUP)):
             for i in range(rows):
-                at, to = (j * block + i) * C, 2 * i * _SLOPES + (j - j0) * C
+                at, to = (j * block + i) * C, step * i * ld + (j - j0) * C
                 _scale(z[at : at + C], top[i * LANES])
                 for c in range(0, C, 16):
                     round16(z, at + c, slopes16, to + c)
-        k0 = j0 * C // 2
-        depth = min(GROUP * C // 2, pairs - k0)
+        k0 = j0 * C // step
+        depth = min(GROUP * C // step, words - k0)
         for d in range(0, columns, C):
             for p in range(0, tiled, ROWS):
-                tile_8x48(
-                    slopes, p * _SLOPES, _SLOPES, w, d * pairs + k0 * C, C, depth, dh, p * columns + d, columns, j0
-                )
+                tile_8x48(slopes, p * ld, ld, w, d * words + k0 * C, C, depth, dh, p * columns + d, columns, j0)
 
 
 @njit(**FAST)
 def head_rows(t, T, x, targets, w_forward, w_backward, n_classes, want, losses, gh, scratch, block):  # type: ignore[no-untyped-def]
     """losses (M,) of the rows x (M, D) with their targets; with ``want`` gh (M, D), the gradient of their sum."""
     n, width = x.shape
-    depth, ld, n_panels = (width + 1) // 2, (width + 1) // 2 + 16, (n_classes + C - 1) // C
+    work = scratch[t]
+    step = per(work)
+    depth = (width + step - 1) // step
+    ld, n_panels = depth + 16, (n_classes + C - 1) // C
     columns, at = (width + C - 1) // C * C, 0
-    a = scratch[t, : block * ld]
+    a = work[: block * ld]
     at += block * ld
-    z = scratch[t, at : at + block * n_panels * C].view(_F4)
+    z = work[at : at + block * n_panels * C].view(_F4)
     at += block * n_panels * C
-    slopes = scratch[t, at : at + block * _SLOPES]
-    at += block * _SLOPES
-    dh = scratch[t, at : at + block * columns].view(_F4)
+    slopes = work[at : at + block * (GROUP * C // step + 16)]
+    at += len(slopes)
+    dh = work[at : at + block * columns].view(_F4)
     at += block * columns
-    top = scratch[t, at : at + block * LANES].view(_F4)
-    total = scratch[t, at + block * LANES : at + 2 * block * LANES].view(_F4)
+    top = work[at : at + block * LANES].view(_F4)
+    total = work[at + block * LANES : at + 2 * block * LANES].view(_F4)
     n_tiles = (n + ROWS - 1) // ROWS
     end = min(n, n_tiles * (t + 1) // T * ROWS)
     for r0 in range(n_tiles * t // T * ROWS, end, block):
         rows = min(block, end - r0)
         tiled = (rows + ROWS - 1) // ROWS * ROWS
-        _round_rows(x, r0, rows, tiled, a.view(np.uint16), ld)
+        _round_rows(x, r0, rows, tiled, elements(a), step * ld)
         _logits(a, ld, w_forward, depth, n_classes, tiled, block, z, top)
         _softmax(z, rows, block, n_panels, targets, r0, want, top, total, losses)
         if want:

@@ -20,7 +20,7 @@ from ..backend import Array, xp_of
 from ..blas import product
 from ..dtypes import accumulate_dtype
 from ..tape import op
-from . import projection_bf16
+from . import projection_fused
 from .activation import _swiglu_backward, _swiglu_forward
 from .common import into, rounded, widen
 from .linear import factor, product_dtype
@@ -121,8 +121,8 @@ def project(
     """
     group = list(members(tensors, layout, 3))
     dtype = product_dtype(x, group[0].w)
-    if projection_bf16.fits(x, norm, gated, group, dtype, needs):
-        y, vjp = projection_bf16.run(x.reshape(-1, x.shape[-1]), residual, norm, eps, gated, group, needs)
+    if projection_fused.fits(x, norm, gated, group, dtype, needs):
+        y, vjp = projection_fused.run(x.reshape(-1, x.shape[-1]), residual, norm, eps, gated, group, dtype, needs)
         return y.reshape(*x.shape[:-1], y.shape[1]), vjp
     before = Norm(norm, eps) if norm is not None else Gated() if gated else Plain()
     run = _Projection(before, group, dtype, needs)

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from .. import ops, random
+from ..creation import tensor
 from ..errors import ConfigError, DataError, expect
 from ..random import Generator
-from ..tensor import Tensor, tensor
+from ..tensor import Tensor
 
 __all__ = [
     "BatchSampler", "ConcatDataset", "DataLoader", "Dataset", "RandomSampler", "SequentialSampler", "Subset",

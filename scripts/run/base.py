@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from adapters import LoraConfig
 from peft_core import dtypes
-from peft_core.backend import Device, as_device, to_device
-from peft_core.checkpoint import read_json
+from peft_core.backend import Device, all_finite, as_device, to_device
+from peft_core.checkpoint import Checkpoint, read_json
 from peft_core.errors import ConfigError
-from run.config import LoraSection, ModelSection
+from peft_core.kernels import tiles_supported
+from run.config import LoraSection
 from transformer.hub import resolve_directory
 from transformer.tokenizer import AutoTokenizer, Tokenizer
 
@@ -42,6 +44,12 @@ def stop_ids(directory: Path, tokenizer: Tokenizer) -> list[int]:
     return list(dict.fromkeys(int(i) for i in [*found, tokenizer.eos_token_id] if i is not None))
 
 
+def damaged_tensors(directory: Path) -> list[str]:
+    """The tensors of a model directory that hold NaN or infinity: "NAME of FILE"."""
+    checkpoint = Checkpoint(directory)
+    return [f"{name} of {checkpoint.file(name)}" for name in checkpoint if not all_finite(checkpoint[name])]
+
+
 def open_device(name: str) -> Device:
     """The device meant by ``--device``, tried once.  Raises ConfigError if there is none."""
     import numpy as np
@@ -54,11 +62,14 @@ def open_device(name: str) -> Device:
     return device
 
 
-def compute_dtype(section: ModelSection, device: Device) -> Any:
-    """What fit() computes products in; None is float32.  "auto": float32 on the CPU, bfloat16 on a GPU."""
-    name = section.compute_dtype
+def compute_dtype(name: str, device: Device, stored: Iterable[str]) -> Any:
+    """What products are computed in; None is float32.  ``stored``: the dtypes in which the weights are kept.
+
+    "auto": bfloat16 on a GPU, and on a CPU that has instructions for it if the weights have no more digits themselves.
+    """
     if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
+        half = device.type != "cpu" or (set(stored) == {"bfloat16"} and tiles_supported(dtypes.bfloat16))
+        name = "bfloat16" if half else "float32"
     return dtypes.bfloat16 if name == "bfloat16" else None
 
 

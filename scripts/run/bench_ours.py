@@ -16,9 +16,10 @@ from peft_core.tape import no_grad
 from peft_core.train import StepReport, fit
 from run.bench_count import decode_rate, numpy_peak, peak_mb
 from run.bench_profile import Profile
-from run.bench_work import LEARNING_RATE, Spec, result
+from run.bench_work import LEARNING_RATE, WARM_UP, Spec, result
 from transformer import Batch, from_pretrained
 from transformer.generate import generate
+from transformer.sampling import Steps
 
 
 def load(spec: Spec, *, trainable: bool = True) -> Any:
@@ -43,7 +44,9 @@ def measure_steps(spec: Spec) -> dict[str, Any]:
     """Seconds and losses of each training step, and this process's peak memory."""
     model = load(spec)
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, weight_decay=0.0)
-    steps = [[Batch.from_rows(rows)] for rows in spec.batches()]
+    rows = [row for batch in spec.batches() for row in batch]
+    steps = Steps(rows, len(rows) // (spec.steps + WARM_UP), num_epochs=1, shuffle=False,
+                  max_tokens_per_pass=spec.pass_tokens)  # fmt: skip
     reports: list[StepReport] = []
     profile = Profile()
     watched = contextlib.ExitStack()

@@ -72,6 +72,7 @@ class Spec:
     malloc: bool = False
     new_tokens: int = 64
     threads: int = 1
+    pass_tokens: int | None = None
 
     @property
     def base(self) -> Path:

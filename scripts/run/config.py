@@ -50,6 +50,9 @@ class LoraSection(Section):
     alpha_pattern: dict[str, float] = Field({}, description='a table from pattern to alpha, such as { "q_proj" = 16 }')
     use_rslora: bool = Field(False, description="true or false")
     init_lora_weights: bool | Literal["gaussian"] = Field(True, description='true, false or "gaussian"')
+    bias: Literal["none", "all", "lora_only"] = Field("none", description='"none", "all" or "lora_only"')
+    lora_bias: bool = Field(False, description="true or false")
+    modules_to_save: list[str] | None = Field(None, description='a list of module names such as ["lm_head"]')
 
 
 class DataSection(Section):
@@ -87,6 +90,7 @@ class TrainSection(Section):
         1.0, ge=0, allow_inf_nan=False, description="a number such as 1.0, or 0 for no clipping"
     )
     gradient_checkpointing: bool | Literal["auto"] = Field("auto", description='true, false or "auto"')
+    memory_budget: str | Positive = Field("auto", description='"auto", or a size such as "2GB" or "900MB"')
     seed: NonNegative = Field(42, description="a whole number of at least 0 such as 42")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from peft_core.checkpoint import parse_size
 from peft_core.errors import ConfigError
 from run.config import SECTIONS, RunConfig
 from run.names import ALIASES, NOT_YET, PACKING, means_unused
@@ -65,6 +66,17 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value
+
+
+def override_names(overrides: Sequence[str]) -> set[str]:
+    """The settings that ``overrides`` give, under our names."""
+    keys = [parse_override(text)[0] for text in overrides]
+    return {full if _is_ours(full) else ALIASES.get(full.rsplit(".", 1)[-1], full) for full in keys}
+
+
+def _is_ours(full: str) -> bool:
+    section, _, key = full.partition(".")
+    return section in SECTIONS and key in SECTIONS[section].model_fields
 
 
 def to_toml(config: RunConfig) -> str:
@@ -209,13 +221,17 @@ def _check_together(config: RunConfig, where: Where) -> None:
             raise ConfigError(
                 f"{_at(second, where)}{first} and {second} are both set; expected one of them. Remove one."
             )
+    if train.memory_budget != "auto":
+        parse_size(train.memory_budget, f"{_at('train.memory_budget', where)}train.memory_budget")
     size = data.val_size
     if isinstance(size, float) and size >= 1 and size != int(size):
         raise ConfigError(
             f"{_at('data.val_size', where)}data.val_size is {size}; expected a share below 1, or whole rows."
         )
     if config.eval.early_stopping_patience and not (data.val_path or data.val_size):
+        why = "" if size is None else f" (data.val_size is {size})"
         raise ConfigError(
-            f"{_at('eval.early_stopping_patience', where)}eval.early_stopping_patience is set without validation rows; "
-            "expected data.val_path or data.val_size. Set one, such as data.val_size=0.05."
+            f"{_at('eval.early_stopping_patience', where)}eval.early_stopping_patience is set without validation rows"
+            f"{why}; expected data.val_path or {'a larger ' if why else ''}data.val_size. "
+            "Set one, such as data.val_size=0.05, or remove eval.early_stopping_patience."
         )

@@ -49,7 +49,18 @@ def classify(error: BaseException) -> tuple[str, int] | None:
     for cls, kind, code in _KINDS:
         if isinstance(error, cls):
             return kind, code
+    if isinstance(error, OSError) and error.filename is not None:  # the system refused a path that a person named
+        return "file error", FILES
     return ("error", CONFIG) if isinstance(error, PeftCoreError) else None
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and not isinstance(error, PeftCoreError) and error.filename is not None:
+        return (
+            f"{error.filename}: {error.strerror or error}; expected a path that exists, may be read and "
+            "written, and has room. Check the path, its permissions and the free space."
+        )
+    return str(error) or "an allocation failed"
 
 
 def run_page(page: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
@@ -76,6 +87,6 @@ def run_page(page: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         kind, code = found
-        text = str(error) or "an allocation failed"
+        text = _text(error)
         print(text if text.startswith(kind) else f"{kind}: {text}", file=sys.stderr)
         return code

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from adapters import inject_adapter, save_adapter
 from peft_core import random
-from peft_core.backend import peak_rss_bytes
-from peft_core.checkpoint import checkpoint_files
-from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError
+from peft_core.amp import autocast
+from peft_core.backend import peak_rss_bytes, rss_bytes
+from peft_core.checkpoint import checkpoint_files, parse_size
+from peft_core.dtypes import as_dtype, dtype_name, float32
+from peft_core.errors import ConfigError, DivergedError, OutOfMemoryError, expect, some
 from peft_core.files import atomic_dir, atomic_write
+from peft_core.kernels import tiles_supported
 from peft_core.optim import AdamW, schedule
 from peft_core.train import EvalResult, TrainState, evaluate, fit
 from peft_core.training_state import load_training_state
-from run import base, preflight, resume
+from run import base, memory, preflight, resume
 from run.config import RunConfig
 from run.config_file import to_toml
 from run.errors import Interrupted, classify
@@ -38,10 +43,10 @@ class Job:
     def __init__(self, config: RunConfig, run: RunDir, device: str, stop: StopRequest) -> None:
         self.config, self.run, self.stop = config, run, stop
         self.device = base.open_device(device)
-        self.precision = base.compute_dtype(config.model, self.device)
         self.started = datetime.now().isoformat(timespec="seconds")
         self.checkpoint: Path | None = None
         self.overwrite = False
+        self.state = TrainState()
 
     # ------------------------------------------------------------------ output_dir
 
@@ -64,7 +69,7 @@ class Job:
         self.base_dir = base.find_base(config.model.path)
         self.model_config = ModelConfig.from_pretrained(self.base_dir)
         self.files = [Path(file) for file in checkpoint_files(self.base_dir)]
-        self.weights = preflight.Weights.of(self.files)
+        self.weights = memory.Weights.of(self.files)
         self.tokenizer = base.load_tokenizer(self.base_dir, config.model.chat_template)
         self.stop_ids = base.stop_ids(self.base_dir, self.tokenizer)
         seed, now = config.train.seed, datetime.fromisoformat(self.started)
@@ -87,11 +92,14 @@ class Job:
 
     def load_base(self) -> None:
         """The frozen model."""
+        self.process_bytes = rss_bytes()
         model = self.config.model
         self.model = from_pretrained(self.base_dir, dtype=model.dtype, device=self.device)
-        self.recompute = self.config.train.gradient_checkpointing is True  # "auto" is off
-        if self.recompute:
-            self.model.gradient_checkpointing_enable()
+        stored = self.weights.dtypes if model.dtype == "auto" else [model.dtype]
+        name = (
+            model.compute_dtype if self.checkpoint is None else self.extra["compute_dtype"]
+        )  # not another CPU's "auto"
+        self.precision = base.compute_dtype(name, self.device, stored)
 
     def inject(self) -> None:
         """The adapter, its random start drawn from the seed, and its optimizer."""
@@ -108,13 +116,42 @@ class Job:
         preflight.add_adapter_facts(self.report, self.config, self.injected, self.model_config.num_hidden_layers)
 
     def plan_memory(self) -> None:
-        """The memory estimate, and the report on the screen."""
-        item = 4 if self.precision is None else 2
-        self.memory = preflight.estimate_memory(
-            self.model_config, self.weights, self.injected.trainable, self.plan.longest_micro, self.recompute, item
-        )
-        preflight.add_memory(self.report, self.memory)
+        """How steps are cut into passes, the memory estimate, and the report on the screen."""
+        train, plan = self.config.train, self.plan
+        auto = train.memory_budget == "auto"
+        budget = (memory.available_memory() or math.inf) * 0.9 if auto else parse_size(train.memory_budget)
+        first = min(plan.longest_micro, memory.PASS_TOKENS if self.device.type == "cpu" else plan.longest_micro)
+        again = None if train.gradient_checkpointing == "auto" else train.gradient_checkpointing
+        self.passes = memory.plan_passes(self._memory, first, plan.longest_row, budget, again)
+        if self.checkpoint is not None:  # in mid-step it counts passes; and other ones would round otherwise
+            self.passes = memory.Passes(**self.extra["passes"])
+        self.memory = self._memory(self.passes)
+        needs = f"{size(self.memory.total)} in passes of one row"
+        needs += ", recomputing activations" if self.passes.recompute else ""
+        expect(auto or self.memory.total <= budget, ConfigError,
+               f"train.memory_budget is {train.memory_budget} and the run needs {needs}",
+               expected="a budget that holds that",
+               fix="Raise it, or lower data.max_seq_length or lora.r.")  # fmt: skip
+        plan.steps = plan.steps.with_passes(self.passes.tokens)
+        self.model.gradient_checkpointing = self.passes.recompute
+        preflight.add_memory(self.report, self.memory, self.passes.line(plan.longest_pass(self.passes.tokens)))
         print("\n".join(self.report.lines), flush=True)
+
+    def _memory(self, passes: memory.Passes) -> memory.Memory:
+        stored, dtype = self.config.model.dtype, self.precision or float32
+        work = memory.Work(
+            self.injected.trainable,
+            self.plan.longest_pass(passes.tokens),
+            max([self.config.lora.r, *self.config.lora.rank_pattern.values()]),
+            max((batch.n_tokens for batch in self.rows.val_batches(passes.tokens)), default=0),
+            passes.recompute,
+            self.precision is not None,
+            self.device.type == "cpu" and tiles_supported(dtype),
+            self.config.lora.lora_dropout > 0,
+            None if stored == "auto" else as_dtype(stored).itemsize,
+            self.process_bytes,
+        )
+        return memory.estimate_memory(self.model_config, self.weights, work)
 
     # ------------------------------------------------------------------ training
 
@@ -154,7 +191,7 @@ class Job:
     def begin(self) -> None:
         """Open the run directory, put a checkpoint back, measure the base model."""
         config, plan = self.config, self.plan
-        state, extra = TrainState(), None
+        extra = None
         if self.checkpoint is None:
             self.run.open_new(self.overwrite)
             atomic_write(
@@ -162,21 +199,23 @@ class Job:
             )
             atomic_write(self.run.preflight, self.report.json())
         else:
-            state, extra = load_training_state(self.checkpoint, self.model, self.optimizer)
-        val = self.rows.val_batches()
+            self.state, extra = load_training_state(self.checkpoint, self.model, self.optimizer)
+        val = self.rows.val_batches(self.passes.tokens)
         each = max(1, round(plan.steps_per_epoch))
         self.session = Session(
             config,
             self.run,
             self.model,
             self.optimizer,
-            state,
+            self.state,
             len(plan.steps),
             plan.steps_per_epoch,
             every_eval=config.eval.eval_steps or each,
             every_save=config.output.save_steps or each,
             fingerprint=self.fingerprint,
             started=self.started,
+            passes=asdict(self.passes),
+            compute_dtype=dtype_name(self.precision or float32),
             stop=self.stop,
             save_adapter=self.save_adapter,
             evaluate=(lambda: self.evaluate(val)) if val else None,
@@ -185,11 +224,18 @@ class Job:
         if extra is not None:
             self.session.restore(extra)
             print(
-                f"resume   {self.checkpoint}: step {state.step} of {len(plan.steps)}"
-                + (f", {state.micro} micro-batches into the next" if state.micro else "")
+                f"resume   {self.checkpoint}: step {self.state.step} of {len(plan.steps)}"
+                + (f", {self.state.micro} micro-batches into the next" if self.state.micro else "")
             )
         elif val:
-            self.session.run_evaluation(0)
+            try:
+                self.session.run_evaluation(0)
+            except DivergedError as error:
+                raise DivergedError(f"{error} {self._damaged_base()}") from error
+
+    def has_begun(self) -> bool:
+        """Whether there is anything of this run that can be continued or read."""
+        return self.state.step > 0 or bool(self.run.checkpoints())
 
     def train(self) -> None:
         """fit(), and what has to be said if it ends early."""
@@ -198,7 +244,8 @@ class Job:
         try:
             self._fit(self.plan.steps, session.state, on_step=session.on_step, should_stop=session.should_stop)
         except DivergedError as error:
-            raise DivergedError(f"{error} {self._rows_of_step()} {self._last_checkpoint()}") from error
+            there = self._last_checkpoint() if self.has_begun() else self._damaged_base()
+            raise DivergedError(f"{error} {self._rows_of_step()} {there}") from error
         except Exception as error:
             if (classify(error) or ("", 0))[0] != "out of memory":
                 raise
@@ -223,7 +270,8 @@ class Job:
         """What the model answers to eval.sample_prompts, greedily."""
         prompts = self.config.eval.sample_prompts
         ids = [base.prompt_ids(self.tokenizer, text) for text in prompts]
-        out = generate(self.model, ids, max_new_tokens=self.config.eval.max_new_tokens, eos_token_id=self.stop_ids)
+        with autocast(self.precision):
+            out = generate(self.model, ids, max_new_tokens=self.config.eval.max_new_tokens, eos_token_id=self.stop_ids)
         return [{"prompt": p, "text": self.tokenizer.decode(new)} for p, new in zip(prompts, out, strict=True)]
 
     # ------------------------------------------------------------------ results
@@ -268,31 +316,30 @@ class Job:
             else "No checkpoint was written yet: the base model is step 0."
         )
 
+    def _damaged_base(self) -> str:
+        """Before the first step the weights are as they were read: where they are damaged, by file."""
+        found = base.damaged_tensors(self.base_dir)
+        if not found:
+            also = "" if self.precision is None else ", and try model.compute_dtype=float32"
+            return f"All weights of the base are finite: look at the rows{also}."
+        return f"NaN or infinity stands in {some(found)}: download it again. Nothing was written."
+
     def _rows_of_step(self) -> str:
         step = min(self.session.state.step, len(self.plan.steps) - 1)
-        rows = [self.rows.train.where(int(n)) for part in self.plan.steps.row_indices(step) for n in part]
-        return f"Rows of this step: {', '.join(rows[:4])}{f' and {len(rows) - 4} more' if len(rows) > 4 else ''}."
+        chosen = [self.rows.train.where(int(n)) for part in self.plan.steps.row_indices(step) for n in part]
+        return f"Rows of this step: {some(chosen)}."  # one row of the file can make several samples: named once
 
     def _out_of_memory(self, error: Exception) -> str:
         there, step = self.run.checkpoints(), self.session.state.step
         tries = []
-        if not self.recompute:
-            less = preflight.estimate_memory(
-                self.model_config,
-                self.weights,
-                self.injected.trainable,
-                self.plan.longest_micro,
-                True,
-                4 if self.precision is None else 2,
-            )
+        if not self.passes.recompute:
+            less = self._memory(replace(self.passes, recompute=True))
             tries.append(
                 f"train.gradient_checkpointing=true (estimate {size(less.total)} instead of {size(self.memory.total)})"
             )
-        rows = self.plan.rows_per_micro or 0
-        if rows > 1:
-            tries.append(
-                f"train.batch_size={rows // 2} train.gradient_accumulation_steps={2 * self.plan.accumulation} "
-                "(half the activations, the same step)"
+        if self.passes.tokens > self.plan.longest_row:
+            tries.insert(
+                0, f"train.memory_budget={max(1, int(self.memory.total // 2e6))}MB (smaller passes, the same step)"
             )
         tries.append(f"data.max_seq_length={max(2, self.config.data.max_seq_length // 2)}")
         return (

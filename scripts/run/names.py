@@ -36,8 +36,8 @@ PACKING = ("packing", "sample_packing", "pad_to_sequence_len", "group_by_length"
 
 # Named by the plan, not built: refused by name unless the value means "off", so that nothing is silently ignored.
 NOT_YET = {
-    "model.init_adapter", "lora.bias", "lora.modules_to_save", "lora.fan_in_fan_out", "lora.use_dora", "lora.lora_bias",
-    "train.memory_budget", "train.loraplus_lr_ratio", "train.neftune_noise_alpha", "output.export", "log.report_to",
+    "model.init_adapter", "lora.fan_in_fan_out", "lora.use_dora",
+    "train.loraplus_lr_ratio", "train.neftune_noise_alpha", "output.export", "log.report_to",
     "log.plot_loss",
 }  # fmt: skip
 

@@ -5,101 +5,12 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from peft_core.dtypes import dtype_name
-from peft_core.safetensors_io import SafeFile
 from run.config import RunConfig
-from run.progress import count, size
+from run.memory import Memory, Weights, available_memory
+from run.progress import count
 from run.rows import Plan, Rows
-
-HEAD_CHUNK = 512  # rows whose logits exist at one time
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The base's weights, as their files' headers describe them: no tensor is read."""
-
-    n_parameters: int
-    n_bytes: int
-    dtypes: list[str]
-
-    @classmethod
-    def of(cls, files: list[Path]) -> Weights:
-        """Add up the headers of ``files``."""
-        parameters, n_bytes, names = 0, 0, []
-        for file in map(SafeFile, files):
-            for key in file:
-                elements = 1
-                for n in file.shape(key):
-                    elements *= n
-                parameters += elements
-                n_bytes += elements * file.dtype(key).itemsize
-                names.append(dtype_name(file.dtype(key)))
-        return cls(parameters, n_bytes, sorted(set(names)))
-
-
-@dataclass(frozen=True)
-class Memory:
-    """An estimate of the peak, in bytes."""
-
-    weights: float
-    adapter: float
-    activations: float
-    logits: float
-
-    @property
-    def total(self) -> float:
-        """All parts and what Python and its libraries take."""
-        return self.weights + self.adapter + self.activations + self.logits + 150e6
-
-    def line(self, available: int | None) -> str:
-        """The line of the report."""
-        verdict = (
-            ""
-            if available is None
-            else " -- fits"
-            if self.total < available
-            else (
-                f" -- DOES NOT FIT into the {size(available)} that are free; "
-                "lower train.batch_size or data.max_seq_length"
-            )
-        )
-        return (
-            f"estimate {size(self.total)} (weights {size(self.weights)}, adapter+Adam {size(self.adapter)}, "
-            f"activations {size(self.activations)}, logits {size(self.logits)}){verdict}"
-        )
-
-
-def estimate_memory(
-    model_config: Any, weights: Weights, trainable: int, tokens: int, recompute: bool, item: int
-) -> Memory:
-    """Peak memory of a step of ``tokens`` tokens in the largest micro-batch; ``item`` bytes per activation.
-
-    A layer keeps about 8 D + 4 F numbers a token: the adapters' inputs, q, k, v, the attention's output, both norms,
-    gate, up and their product. With recomputation a layer keeps D, and one layer at a time all of it.
-    """
-    d, f = model_config.hidden_size, model_config.intermediate_size
-    layers, vocabulary = model_config.num_hidden_layers, model_config.vocab_size
-    layer = tokens * (8 * d + 4 * f) * item
-    activations = layers * tokens * d * item + layer if recompute else layers * layer
-    return Memory(weights.n_bytes, 16 * trainable, activations, 2 * 4 * min(tokens, HEAD_CHUNK) * vocabulary)
-
-
-def available_memory() -> int | None:
-    """Bytes this process may still take: the machine's or the control group's, whichever is less; None if unknown."""
-    found = []
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            found.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")))
-    except (OSError, ValueError):
-        pass
-    return min(found) if found else None
 
 
 @dataclass
@@ -137,7 +48,7 @@ def start_report(
     report.add("lora", f"r={lora.r} alpha={lora.lora_alpha:g} (scale {scale:.2f}) on {names}")
     data = rows.train.report
     first, *others = data.lines()
-    report.add("data", f"{first}: {rows.split}", *others)
+    report.add("data", f"{first}: {rows.split}", *others, *longer_rows(rows, model_config.max_position_embeddings))
     report.add("plan", plan.line(config.train))
     report.add("example", data.example_where + ", trained text between >> and <<", *_shortened(data.example))
     report.facts |= {
@@ -158,25 +69,38 @@ def start_report(
     return report
 
 
+def longer_rows(rows: Rows, positions: int | None) -> list[str]:
+    """One line if rows are longer than the base was made for: it runs, and answers worse and worse beyond."""
+    every = [*rows.train, *(rows.val or ())]
+    n = sum(len(ids) > positions for ids, _ in every) if positions else 0
+    if not n:
+        return []
+    return [
+        f"WARNING: {n:,} of {len(every):,} rows are longer than the {positions:,} positions the base was made for "
+        f"(max_position_embeddings). Set data.max_seq_length={positions}, or expect poor results there."
+    ]
+
+
 def add_adapter_facts(report: Report, config: RunConfig, injected: Any, n_layers: int) -> None:
     """Replace the lora line by one with the layers that were found."""
     kinds = {path.rsplit(".", 1)[-1] for path in injected.paths}
     share = 100 * injected.trainable / max(1, injected.total)
     where = next(i for i, line in enumerate(report.lines) if line.startswith("lora "))
     head = report.lines[where].split(" on ")[0]
+    whole = f", {len(injected.whole)} tensors whole" if injected.whole else ""
     report.lines[where] = (
-        f"{head} on {len(kinds)} kinds of module, {len(injected.paths)} in {n_layers} layers -> "
+        f"{head} on {len(kinds)} kinds of module, {len(injected.paths)} in {n_layers} layers{whole} -> "
         f"{count(injected.trainable)} trainable ({share:.1f} %)"
     )
     report.facts["lora"] = {"trainable": injected.trainable, "total": injected.total, "modules": injected.paths}
 
 
-def add_memory(report: Report, memory: Memory) -> None:
-    """The estimate, before the example."""
+def add_memory(report: Report, memory: Memory, how: str) -> None:
+    """The estimate and ``how`` the steps are computed to stay within it, before the example."""
     available = available_memory()
     where = next(i for i, line in enumerate(report.lines) if line.startswith("example "))
-    report.lines.insert(where, f"{'memory':<8} {memory.line(available)}")
-    report.facts["memory"] = {**vars(memory), "total": memory.total, "available": available}
+    report.lines[where:where] = [f"{'memory':<8} {memory.line(available)}", f"{'':<8} {how}"]
+    report.facts["memory"] = {**vars(memory), "total": memory.total, "available": available, "how": how}
 
 
 def _shortened(text: str, limit: int = 320) -> list[str]:

@@ -5,6 +5,7 @@ The base in configs/quickstart/base was made by scripts/pretrain.py; the rows fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from adapters import set_active
 from run import base
 from run.cards import held_out_rows, is_right, training_rows, write_rows
 from run.config import RunConfig
-from run.config_file import Note, build_config
+from run.config_file import Note, build_config, override_names
 from run.job import Job
 from run.rundir import next_numbered
 from transformer.generate import generate
@@ -25,14 +26,38 @@ quick start: a small story model, pretrained by scripts/pretrain.py, learns to f
 SHOWN, SCORED, ANSWER_TOKENS = 3, 60, 24
 
 
-def quickstart_config(overrides: list[str], note: Note, scratch: Path | None = None) -> RunConfig:
-    """Write the rows into a new runs/quickstart-N (or ``scratch``) and return the config that uses them."""
-    build_config(_tables(Path("runs")), overrides, lambda text: None)  # a wrong override leaves nothing behind
+def quickstart_config(
+    overrides: list[str],
+    note: Note,
+    scratch: Path | None = None,
+    on_made: Callable[[Path], object] = lambda folder: None,
+) -> RunConfig:
+    """Write the rows into a new runs/quickstart-N (or ``scratch``) and return the config that uses them.
+
+    ``on_made`` hears of a new folder before anything is in it.
+    """
+    build_config(_for(Path("runs"), overrides), overrides, lambda text: None)  # a wrong override leaves nothing behind
     folder = scratch if scratch is not None else next_numbered(Path("runs"), "quickstart")
+    on_made(folder)
     print(BANNER)
     write_rows(folder / "data" / "train.jsonl", training_rows())
     write_rows(folder / "data" / "val.jsonl", held_out_rows(SCORED))
-    return build_config(_tables(folder), overrides, note)
+    return build_config(_for(folder, overrides), overrides, note)
+
+
+# A setting on the command line takes the place of the one that this run has for the same purpose.
+_REPLACES = {
+    "data.val_size": "val_path",
+    "train.max_tokens_per_step": "batch_size",
+    "train.num_train_epochs": "max_steps",
+}
+
+
+def _for(folder: Path, overrides: list[str]) -> dict[str, dict[str, Any]]:
+    tables = _tables(folder)
+    for name in override_names(overrides) & _REPLACES.keys():
+        tables[name.split(".")[0]].pop(_REPLACES[name], None)
+    return tables
 
 
 def _tables(folder: Path) -> dict[str, dict[str, Any]]:

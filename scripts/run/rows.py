@@ -11,6 +11,7 @@ from peft_core.errors import ConfigError, DataError
 from run.config import DataSection, TrainSection
 from transformer.batch import Batch
 from transformer.data import Dataset, Steps, load_dataset
+from transformer.sampling import batches
 from transformer.tokenizer import Tokenizer
 
 DEFAULT_BATCH_ROWS = 4
@@ -25,10 +26,9 @@ class Rows:
     val: Dataset | None
     split: str
 
-    def val_batches(self) -> list[Batch]:
-        """The validation rows in order."""
-        rows: Any = self.val if self.val is not None else []
-        return [Batch.from_rows(rows[i : i + VALIDATION_ROWS]) for i in range(0, len(rows), VALIDATION_ROWS)]
+    def val_batches(self, max_tokens: int) -> list[Batch]:
+        """The validation rows in order, at most ``max_tokens`` tokens or one row at a time."""
+        return list(batches(self.val or (), VALIDATION_ROWS, max_tokens))
 
 
 def load_rows(data: DataSection, tokenizer: Tokenizer, *, seed: int, stop_ids: list[int], now: datetime) -> Rows:
@@ -61,7 +61,8 @@ def load_rows(data: DataSection, tokenizer: Tokenizer, *, seed: int, stop_ids: l
             )
         split = f"train {len(train):,} / val {len(val):,} (seed {seed})"
     else:
-        split = f"train {len(train):,} / val 0 (set data.val_size to see a validation loss)"
+        why = "set data.val_size to see a validation loss" if data.val_size is None else "data.val_size is 0"
+        split = f"train {len(train):,} / val 0 ({why})"
     return Rows(train.repeated(seed), val, split)
 
 
@@ -77,6 +78,13 @@ class Plan:
     accumulation: int
     tokens_per_step: int  # on average
     longest_micro: int  # tokens of the largest micro-batch
+    longest_row: int
+
+    def longest_pass(self, tokens: int) -> int:
+        """Tokens of the largest pass of the first epoch when micro-batches are cut to ``tokens``."""
+        steps, lengths = self.steps.with_passes(tokens), self.steps.lengths
+        first = range(min(len(steps), math.ceil(self.steps_per_epoch)))
+        return max(int(lengths[part].sum()) for i in first for part in steps.row_indices(i))
 
     def line(self, train: TrainSection) -> str:
         """ "3 epochs = 858 steps; batch 4 x accum 4 = 16 rows (~8.1k tokens) a step; warmup 26"."""
@@ -120,6 +128,7 @@ def make_plan(rows: Dataset, train: TrainSection, shuffle: bool) -> Plan:
         train.gradient_accumulation_steps,
         round(sum(micro) / min(len(steps), per_epoch)),
         max(micro),
+        max(lengths),
     )
 
 

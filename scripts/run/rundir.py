@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from peft_core.errors import ConfigError
+from peft_core.errors import ConfigError, FileError
 from peft_core.safetensors_io import atomic_write
 
 # What a run writes: --overwrite removes these and nothing else.
@@ -19,11 +21,26 @@ RUN_DIRS = ("checkpoints", "adapter", "adapter_last")
 _STEP = re.compile(r"step-(\d+)(?:\.micro-(\d+))?")
 
 
+@contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """What the system refuses inside is said about output_dir: it is a setting, and another one may work."""
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {path} cannot be used ({error.strerror or error}); expected a folder that may be written to, "
+            "or a place to make one, with room. Free space, change its permissions, or use another output_dir."
+        ) from error
+
+
 class RunDir:
     """One run's files under ``path``."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.opened = False  # whether open_new() was called: only then are the files this run's own
         self.config = self.path / "config.resolved.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
@@ -38,22 +55,44 @@ class RunDir:
         return any((self.path / name).exists() for name in (*RUN_FILES[:-1], *RUN_DIRS))
 
     def check_free(self, overwrite: bool) -> None:
-        """Raises ConfigError if the directory holds a run, unless ``overwrite``."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"output_dir {self.path} is a file; expected a folder. Use another output_dir.")
-        if self.in_use() and not overwrite:
-            raise ConfigError(
-                f"output_dir {self.path} already holds a run ({self.progress()}). "
-                "Use --resume, --overwrite, or another output_dir."
-            )
+        """Raises ConfigError if the directory holds a run, unless ``overwrite``, or could not be written to."""
+        with usable(self.path):
+            there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+            if not there.is_dir():
+                what = "is a file" if there == self.path else f"lies below {there}, which is a file"
+                raise ConfigError(f"output_dir {self.path} {what}; expected a folder. Use another output_dir.")
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, f"no permission to write into {there}")
+            if self.in_use() and not overwrite:
+                raise ConfigError(
+                    f"output_dir {self.path} already holds a run ({self.progress()}). "
+                    "Use --resume, --overwrite, or another output_dir."
+                )
 
     def open_new(self, overwrite: bool) -> None:
         """Make the directory ready for a new run; with ``overwrite`` the files of an old one go, and no others."""
         self.check_free(overwrite)
+        self.opened = True
+        with usable(self.path):
+            self._clear()
+
+    def _clear(self) -> None:
         for name in RUN_DIRS:
-            shutil.rmtree(self.path / name, ignore_errors=True)
+            if (self.path / name).exists():
+                shutil.rmtree(self.path / name)
         for name in RUN_FILES[:-1]:
             (self.path / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def given_back_unless(self, started: Callable[[], object]) -> Iterator[None]:
+        """If the block raises before ``started()`` holds, what the run wrote goes: there is nothing to resume."""
+        try:
+            yield
+        except BaseException:
+            if self.opened and not started():
+                with suppress(OSError):
+                    self._clear()
+            raise
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -63,8 +102,10 @@ class RunDir:
         except ImportError:  # Windows: no advisory locks of this kind
             yield
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / "run.lock", "a", encoding="utf-8") as file:
+        with usable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / "run.lock", "a", encoding="utf-8")  # noqa: SIM115  (closed two lines below)
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -86,9 +127,16 @@ class RunDir:
     # ------------------------------------------------------------------ records
 
     def append(self, file: Path, record: dict[str, Any]) -> None:
-        """Add one line of JSON; it is on disk when this returns."""
-        with open(file, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        """Add one line of JSON, handed to the system when this returns.  Raises FileError where it refuses."""
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            with open(file, "a", encoding="utf-8") as stream:
+                stream.write(line)
+        except OSError as error:
+            raise FileError(
+                f"{file} could not be written ({error.strerror or error}); expected a file that may be added to, with "
+                "room. Free space or change its permissions, then continue with --resume."
+            ) from error
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the growing files: a checkpoint remembers them."""
@@ -153,12 +201,13 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
 
 def next_numbered(parent: Path, name: str) -> Path:
     """``parent/name-N`` with the first N from 1 that is free, made at once so that two runs never share one."""
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        path = parent / f"{name}-{number}"
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            number += 1
+    with usable(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = parent / f"{name}-{number}"
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1

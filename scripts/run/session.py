@@ -36,6 +36,8 @@ class Session:
     every_save: int
     fingerprint: dict[str, Any]
     started: str
+    passes: dict[str, Any]
+    compute_dtype: str
     stop: StopRequest
     save_adapter: Callable[[Path], None]
     evaluate: Callable[[], EvalResult] | None = None
@@ -113,10 +115,12 @@ class Session:
         began = time.perf_counter()
         result = self.evaluate()
         if not math.isfinite(result.loss):
-            raise DivergedError(
-                f"the validation loss is {result.loss} at step {step}; expected a finite number. "
+            fix = (
                 "Lower train.learning_rate, or add warm-up steps."
+                if step
+                else "Nothing was trained yet, so the learning rate has no part in it."
             )
+            raise DivergedError(f"the validation loss is {result.loss} at step {step}; expected a finite number. {fix}")
         better = step > 0 and (self.best is None or result.loss < self.best["val_loss"])
         if step == 0:
             self.first_loss = result.loss
@@ -159,6 +163,8 @@ class Session:
         extra = {
             "fingerprint": self.fingerprint,
             "started": self.started,
+            "passes": self.passes,
+            "compute_dtype": self.compute_dtype,
             "interval": self.interval.to_dict(),
             "best": self.best,
             "first_loss": self.first_loss,

@@ -55,7 +55,8 @@ def _logits(model: Any) -> np.ndarray:
 def _judge(plain: np.ndarray, tuned: np.ndarray, result: np.ndarray, limit: float, lost: float) -> str:
     error, effect = float(np.linalg.norm(result - tuned)), float(np.linalg.norm(tuned - plain))
     relative = error / max(float(np.linalg.norm(tuned)), 1e-30)
-    facts = f"logits differ by {relative:.1e} of their size (limit {limit:.0e}), the adapter moves them by {effect:.3g}"
+    moved = effect / max(float(np.linalg.norm(plain)), 1e-30)  # of the base's: a norm alone grows with the vocabulary
+    facts = f"logits differ by {relative:.1e} of their size (limit {limit:.0e}), the adapter moves them by {moved:.1e}"
     # A merge that did nothing may differ less than rounding does: the difference must be small beside the effect too.
     idle = lost < 0.1 and error > 0.5 * effect + 1e-6 * float(np.linalg.norm(tuned))
     if not np.isfinite(relative) or relative > limit or idle:

@@ -7,7 +7,8 @@ import pytest
 
 from adapters import LoraConfig, export_canonical, load_adapter, lora_layers, read_adapter, save_adapter
 from adapters.inject import inject
-from adapters.io import uniform_prefix, write_adapter
+from adapters.io import write_adapter
+from adapters.stored import uniform_prefix
 from peft_core.errors import AdapterError
 from peft_core.safetensors_io import SafeFile, load_file, save_file
 from support.adapter_models import TinyModel, logits, randomize
@@ -240,10 +241,72 @@ def test_missing_files_and_an_empty_file(tmp_path):
         load_adapter(TinyModel(), tmp_path)
 
 
-def test_an_embedding_adapter_and_a_tied_head_are_refused(tmp_path):
-    saved(tmp_path / "a", target_modules=["lm_head"])
-    with pytest.raises(AdapterError, match=r"does not fit TinyModel: target lm_head .* shares its weight"):
-        load_adapter(TinyModel(tied=True), tmp_path / "a")
+KINDS = {
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"], "rank_pattern": {"embed_tokens": 2}},
+    "tables": {"target_modules": ["embed_tokens", "lm_head"]},
+    "saved": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "biases": {"bias": "all", "target_modules": ["k_proj"]},
+    "lora_only": {"bias": "lora_only"},
+    "lora_bias": {"lora_bias": True},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_is_saved_and_loaded_whole(tmp_path, name):
+    model, _ = saved(tmp_path / "a", **KINDS[name])
+    again = TinyModel()
+    report = load_adapter(again, tmp_path / "a")
+    assert np.array_equal(logits(again), logits(model))
+    save_adapter(again, tmp_path / "b", report.config)
+    first, second = load_file(tmp_path / "a" / WEIGHTS), load_file(tmp_path / "b" / WEIGHTS)
+    assert set(first) == set(second) and all(np.array_equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_is_strict_about_each_of_its_keys(tmp_path, name):
+    saved(tmp_path / "a", **KINDS[name])
+    file = tmp_path / "a" / WEIGHTS
+    tensors = {key: np.array(a) for key, a in load_file(file).items()}
+    for key, array in tensors.items():
+        save_file({k: a for k, a in tensors.items() if k != key}, file, metadata={"format": "pt"})
+        with pytest.raises(AdapterError, match=f"missing key {key}"):
+            load_adapter(TinyModel(), tmp_path / "a")
+        for extra in (key.replace("layers.0", "layers.7"), key.replace("lm_head", "ml_head")):
+            if extra not in tensors:
+                save_file({**tensors, extra: array}, file, metadata={"format": "pt"})
+                with pytest.raises(AdapterError, match=r"extra key|missing key"):
+                    load_adapter(TinyModel(), tmp_path / "a")
+        bad = np.concatenate([array] * 3, axis=-1 if key.endswith(("_A", "A.weight", "bias")) else 0)
+        save_file({**tensors, key: bad}, file, metadata={"format": "pt"})
+        with pytest.raises(AdapterError, match=r"wrong shape .* in the (file|model)"):
+            load_adapter(TinyModel(), tmp_path / "a")
+
+
+def test_a_key_of_another_kind_than_the_config_says_is_extra(tmp_path):
+    saved(tmp_path / "a", target_modules=["q_proj"])
+    q = "base_model.model.model.layers.0.self_attn.q_proj"
+    extra = {f"{q}.lora_B.bias": 16, f"{q}.base_layer.bias": 16, "base_model.model.lm_head.weight": 20}
+    for key, n in extra.items():
+        model, path = TinyModel(), tmp_path / "a"
+        before = (path / WEIGHTS).read_bytes()
+        rewrite(path, lambda t, key=key, n=n: t.update({key: np.zeros(n, np.float32)}))
+        with pytest.raises(AdapterError, match=f"extra key {key}"):
+            load_adapter(model, path)
+        (path / WEIGHTS).write_bytes(before)
+
+
+def test_canonical_export_refuses_what_servers_cannot_add_up(tmp_path):
+    saved(tmp_path / "a", modules_to_save=["lm_head"])
+    with pytest.raises(AdapterError, match=r"lm_head.weight cannot be part of it: it is no product"):
+        export_canonical(tmp_path / "a", tmp_path / "out")
+
+
+def test_a_vocabulary_of_another_size_is_an_error_with_both_numbers(tmp_path):
+    saved(tmp_path / "a", modules_to_save=["embed_tokens"])
+    key = "base_model.model.model.embed_tokens.weight"
+    rewrite(tmp_path / "a", lambda t: t.update({key: np.zeros((18, 16), np.float32)}))
+    with pytest.raises(AdapterError, match=r"embed_tokens.weight: \(18, 16\) in the file, \(20, 16\) in the model"):
+        load_adapter(TinyModel(), tmp_path / "a")
 
 
 def test_saving_an_adapter_that_is_not_there(tmp_path):

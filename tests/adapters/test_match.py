@@ -4,6 +4,7 @@ from adapters import LoraConfig, match_modules
 from adapters.inject import inject
 from adapters.match import layer_index
 from peft_core.errors import ConfigError
+from peft_core.nn import RMSNorm
 from support.adapter_models import TinyModel
 
 Q = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
@@ -71,7 +72,14 @@ def test_patterns_take_the_first_match_in_order():
         ({"target_modules": ["q_proj", "FAKE"]}, "target_modules ['FAKE'] matches no linear layer"),
         ({"target_modules": "nothing"}, "target_modules ['nothing'] matches no linear layer"),
         ({"target_modules": ["self_attn"]}, "target_modules ['self_attn'] matches no linear layer"),
-        ({"target_modules": ["embed_tokens"]}, "matches model.embed_tokens, which is an Embedding"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]},
+         "modules_to_save 'lm_haed' matches no module of TinyModel; expected names such as embed_tokens q_proj k_proj"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["self_attn"]},
+         "model.layers.0.self_attn is in modules_to_save and ['model.layers.0.self_attn.q_proj'] is a target of LoRA"),
+        ({"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]},
+         "lm_head is in modules_to_save and ['lm_head'] is a target of LoRA; expected one of the two"),
+        ({"target_modules": ["q_proj", "embed_tokens"], "lora_bias": True},
+         "lora_bias is true and ['model.embed_tokens'] are embeddings; expected linear targets only"),
         ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "of TinyModel outside exclude_modules."),
         ({"target_modules": ["q_proj"], "exclude_modules": ["x_proj"]}, "exclude_modules ['x_proj'] matches no layer"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1, 99]},
@@ -101,9 +109,39 @@ def test_a_layer_that_lacks_a_module_is_counted_not_hidden():
         match_modules(model, LoraConfig(target_modules=["q_proj", "k_proj"], layers_to_transform=[1]))
 
 
-def test_a_tied_head_is_refused():
-    with pytest.raises(ConfigError, match=r"lm_head of TinyModel shares its weight with \['model.embed_tokens'\]"):
-        match_modules(TinyModel(tied=True), LoraConfig(target_modules=["q_proj", "lm_head"]))
+def test_a_target_that_is_neither_linear_nor_an_embedding_is_refused():
+    model = TinyModel()
+    model.model.norm = RMSNorm(16)
+    with pytest.raises(ConfigError, match=r"'norm' matches model.norm, which is a RMSNorm; expected linear layers and"):
+        match_modules(model, LoraConfig(target_modules=["q_proj", "norm"]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_are_both_honoured(tied):
+    match = match_modules(TinyModel(tied=tied), LoraConfig(target_modules=["embed_tokens", "lm_head"]))
+    assert list(match.targets) == ["model.embed_tokens", "lm_head"]
+
+
+def test_which_parameters_train_as_they_are():
+    def whole(**values):
+        return match_modules(TinyModel(), LoraConfig(target_modules=["k_proj"], **values)).whole()
+
+    biases = [path + ".bias" for path in Q]
+    assert whole() == whole(bias="lora_only") == []  # k_proj has no bias
+    assert whole(bias="all") == biases
+    assert whole(modules_to_save=["lm_head"], bias="all") == ["lm_head.weight", *biases]
+    assert whole(modules_to_save=["q_proj"], bias="all") == [f"{p}.{n}" for p in Q for n in ("weight", "bias")]
+    both = match_modules(TinyModel(), LoraConfig(target_modules=["q_proj"], bias="lora_only"))
+    assert both.whole() == biases and not both.copies
+
+
+def test_two_kinds_of_adapter_on_one_module_are_refused():
+    model = TinyModel()
+    inject(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "a")
+    with pytest.raises(ConfigError, match=r"'lm_head' matches lm_head, which adapters \['a'\] train as a whole"):
+        match_modules(model, LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match=r"q_proj is to be trained as it is, and .* adapt it already"):
+        match_modules(model, LoraConfig(target_modules=["k_proj"], modules_to_save=["q_proj"]))
 
 
 def test_loose_matching_ignores_entries_without_a_layer():

@@ -4,7 +4,7 @@ import pytest
 from adapters import LoraConfig, LoraLinear, set_active
 from adapters.inject import inject, lora_layers
 from adapters.merge import merge
-from peft_core.errors import AdapterError, ConfigError
+from peft_core.errors import AdapterError, ConfigError, ModelError
 from support.adapter_models import TinyModel, logits, randomize, snapshot
 
 CONFIG = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"])
@@ -121,6 +121,34 @@ def test_nan_in_the_adapter_is_an_error():
     model = adapted()
     next(iter(lora_layers(model).values())).adapters["default"].B.data[0, 0] = np.nan
     with pytest.raises(AdapterError, match=r"merging model.layers.0.self_attn.q_proj gives NaN"):
+        merge(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "delta", "fix"),
+    [("float16", 1e5, "Merge into bfloat16 or float32, or look"), ("bfloat16", 3.4e38, "Merge into float32, or look"),
+     ("float32", np.inf, "Look at the adapter: did its training diverge")],
+)  # fmt: skip
+def test_the_advice_names_a_wider_dtype_only_where_there_is_one(dtype, delta, fix):
+    model = adapted(dtype)
+    for layer in lora_layers(model).values():
+        one = layer.adapters["default"]
+        one.A.data[...] = 1
+        one.B.data[...] = delta / one.scaling / len(one.A.data)
+    with pytest.raises(AdapterError, match=fix):
+        merge(model)
+
+
+def test_nan_in_the_base_is_the_fault_of_the_base():
+    model = adapted()
+    weight = next(iter(lora_layers(model).values())).base_layer.weight
+    weight.data = weight.data.copy()
+    weight.data[1, 1] = np.nan
+    text = (
+        r"merging model.layers.0.self_attn.q_proj: the base's own weight holds NaN or infinity; "
+        r"expected finite weights; nothing was changed. Download the base again."
+    )
+    with pytest.raises(ModelError, match=text):
         merge(model)
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -153,11 +154,42 @@ def test_the_shapes_overrule_fan_in_fan_out(tmp_path):
     assert np.array_equal(everything(tmp_path / "out")[name], model.base_model.state_dict()[name].data)
 
 
-def test_a_tied_head_is_refused(tmp_path):
-    base, adapter, _ = make(tmp_path, target_modules=["lm_head"])
-    (base / "config.json").write_text('{"tie_word_embeddings": true}')
-    with pytest.raises(AdapterError, match="lm_head is tied to the embedding"):
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_a_tied_weight_that_changes_is_written_beside_the_other(tmp_path, target, spelled):
+    base, adapter, _ = make(tmp_path, target_modules=[target])
+    (base / "config.json").write_text('{"tie_word_embeddings": true, "x": 1}')
+    weights = everything(base)
+    table = np.array(weights["model.embed_tokens.weight"])
+    kept = {**weights, "lm_head.weight": table}
+    for file in base.glob("*.safetensors*"):
+        file.unlink()
+    save_file({n: a for n, a in kept.items() if spelled or n != "lm_head.weight"}, base / "model.safetensors")
+    with pytest.warns(UserWarning, match="ties lm_head.weight to model.embed_tokens.weight, and the adapter changes"):
         merge_directory(base, adapter, tmp_path / "out")
+    out = everything(tmp_path / "out")
+    changed = {name for name in out if not np.array_equal(out[name], kept[name])}
+    assert set(out) == set(kept) and len(changed) == 1 and target in changed.pop()
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"tie_word_embeddings": False, "x": 1}
+
+
+def test_a_lora_bias_needs_a_bias_to_merge_into(tmp_path):
+    base, adapter, _ = make(tmp_path, lora_bias=True)
+    with pytest.raises(AdapterError, match=r"down_proj.lora_B.bias: the base has no model.layers.0.down_proj.bias"):
+        merge_directory(base, adapter, tmp_path / "out")
+
+
+def test_saved_modules_and_biases_replace_the_bases(tmp_path):
+    base, adapter, model = make(tmp_path, modules_to_save=["lm_head"], bias="all")
+    merge_directory(base, adapter, tmp_path / "out")
+    merge(model)
+    out = everything(tmp_path / "out")
+    for name, tensor in model.base_model.state_dict().items():
+        assert np.array_equal(out[name], tensor.data), name
+    file = adapter / "adapter_model.safetensors"
+    save_file({n: a for n, a in load_file(file).items() if "lm_head" not in n}, file)
+    with pytest.raises(AdapterError, match=r"missing key base_model.model.lm_head.weight"):
+        merge_directory(base, adapter, tmp_path / "out2")
 
 
 def test_overflow_and_a_lost_delta_write_nothing(tmp_path):
@@ -170,12 +202,34 @@ def test_overflow_and_a_lost_delta_write_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.layers.1.self_attn.q_proj.bias", "model.layers.1.down_proj.weight"]
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_that_is_not_finite_is_refused_by_tensor_and_file(tmp_path, dtype, name, value):
+    base, adapter, _ = make(tmp_path, dtype, shards=2)
+    file = next(f for f in base.glob("*.safetensors") if name in load_file(f))
+    tensors = {n: np.array(a) for n, a in load_file(file).items()}
+    tensors[name].reshape(-1)[-1] = value
+    save_file(tensors, file)
+    text = (
+        f"{name} of {file} holds NaN or infinity; expected finite weights. The base itself is damaged: download that "
+        "file again. Nothing was written."
+    )
+    for target in ("auto", "float32"):
+        with pytest.raises(ModelError, match=re.escape(text)):
+            merge_directory(base, adapter, tmp_path / "out", dtype=target)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_untouched_tensor_that_overflows(tmp_path):
     base, adapter, _ = make(tmp_path)
     tensors = dict(everything(base))
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * np.float32(1e9)
     save_file(tensors, base / "model.safetensors")
-    with pytest.raises(AdapterError, match=r"lm_head.weight does not fit into float16"):
+    text = r"lm_head.weight of .*model.safetensors does not fit into float16: infinity; .* Choose bfloat16 or float32"
+    with pytest.raises(AdapterError, match=text):
         merge_directory(base, adapter, tmp_path / "out", dtype="float16")
 
 

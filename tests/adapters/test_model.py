@@ -75,14 +75,51 @@ def test_several_adapters_are_saved_in_their_own_folders(tmp_path):
     model.set_adapter("other")
     assert np.array_equal(logits(again), logits(model))
     with pytest.raises(ConfigError, match="adapter 'x' is not in the model"):
-        model.save_pretrained(tmp_path / "m", ["x"])
+        model.save_pretrained(tmp_path / "m", selected_adapters=["x"])
+    with pytest.raises(ConfigError, match="selected_adapters is 'other'; expected a list of adapter names"):
+        model.save_pretrained(tmp_path / "m", selected_adapters="other")
+    with pytest.raises(ConfigError, match="safe_serialization is False; expected True: adapters are written as safe"):
+        model.save_pretrained(tmp_path / "m", safe_serialization=False)
+    model.save_pretrained(tmp_path / "some", safe_serialization=True, selected_adapters=["other"])
+    assert [p.name for p in (tmp_path / "some").iterdir()] == ["other"]
+
+
+def test_an_adapter_loaded_under_another_name_is_the_same_file(tmp_path):
+    randomize(get_peft_model(TinyModel(), CONFIG)).save_pretrained(tmp_path / "a")
+    PeftModel.from_pretrained(TinyModel(), tmp_path / "a", "renamed").save_pretrained(tmp_path / "b")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "b" / "renamed" / name).read_bytes().replace(b"true", b"false") == (
+            tmp_path / "a" / name).read_bytes().replace(b"true", b"false")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["merge_adapter", "unmerge_adapter", "add_weighted_adapter"])
+def test_a_name_of_pefts_that_is_not_here_is_refused_with_the_way(name):
+    model = get_peft_model(TinyModel(), CONFIG)
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=rf"{name} is not supported; expected (merge_and_unload|unload|set_ad)"):
+        getattr(model, name)
+
+
+def test_a_model_with_adapters_is_not_wrapped_again(tmp_path):
+    model = get_peft_model(TinyModel(), CONFIG)
+    for again in (lambda: get_peft_model(model, CONFIG, "b"), lambda: PeftModel.from_pretrained(model, tmp_path)):
+        with pytest.raises(
+            ConfigError, match=r"is a PeftModel already; expected .*\. Call its add_adapter\(\) or load_"
+        ):
+            again()
 
 
 def test_delete_adapter():
     model = randomize(get_peft_model(TinyModel(), CONFIG))
     model.add_adapter("other", CONFIG)
-    model.delete_adapter("default")
-    assert model.active_adapters == [] and list(model.peft_config) == ["other"]
+    randomize(model)
+    model.set_adapter("other")
+    want = logits(model)
+    model.set_adapter("default")
+    with pytest.warns(UserWarning, match="adapter 'default' was the active one; 'other' is active now"):
+        model.delete_adapter("default")
+    assert model.active_adapters == ["other"] == list(model.peft_config) and np.array_equal(logits(model), want)
+    model.set_adapter([])
     with pytest.raises(ConfigError, match="no adapter is active"):
         _ = model.active_adapter
     assert np.array_equal(logits(model), logits(TinyModel()))

@@ -24,8 +24,26 @@ def test_numpy_arrays_and_scalars_belong_to_the_cpu():
     assert backend.to_device(a, "cpu") is a and backend.to_numpy(a) is a
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_all_finite_sees_the_last_element_of_any_dtype(dtype, monkeypatch):
+    monkeypatch.setattr(backend, "_PIECE", 4)
+    a = np.ones((3, 3), dtypes.as_dtype(dtype))
+    assert backend.all_finite(a) and backend.all_finite(np.ones(3, np.int64)) and backend.all_finite(a[:0])
+    for value in (np.nan, np.inf, -np.inf):
+        a[2, 2] = value
+        assert not backend.all_finite(a) and not backend.all_finite(a.T)
+
+
 def test_memory_figures_are_bytes_of_this_process():
     assert 10e6 < backend.rss_bytes() <= backend.peak_rss_bytes() * 1.01
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux hands the peak on")
+def test_the_peak_is_not_that_of_the_process_that_started_this_one():
+    here = np.ones(40_000_000, np.float32)
+    code = "from peft_core.backend import peak_rss_bytes; print(peak_rss_bytes())"
+    child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 10e6 < child < here.nbytes < backend.peak_rss_bytes()
 
 
 def test_importing_the_core_loads_no_numba_cupy_or_torch():
@@ -96,3 +114,9 @@ def test_the_default_generator_is_seeded_as_a_whole():
     a = random.default_generator.key()
     random.set_state(state)
     assert random.default_generator.key() == a
+
+
+def test_values_and_lists_in_error_texts_are_short():
+    assert errors.short("a" * 200) == "'" + "a" * 76 + "..." and errors.short([1]) == "[1]"
+    assert errors.some([3, 1, 3, 2]) == "3, 1, 2"
+    assert errors.some(range(9)) == "0, 1, 2, 3, 4 and 4 more" and errors.some("abc", 2) == "a, b and 1 more"

@@ -7,66 +7,75 @@ import pytest
 from peft_core import kernels, packing
 from peft_core.safetensors_io import SafeFile, save_file
 
+BF16 = np.dtype(ml_dtypes.bfloat16)
 needs_tiles = pytest.mark.skipif(not kernels.tiles_supported(), reason="no AVX512-BF16 here")
+dtypes = pytest.mark.parametrize("dtype", [BF16, np.dtype("f4")], ids=str)
 
 
-def frozen(*shape):
-    w = np.random.default_rng(0).standard_normal(shape).astype(ml_dtypes.bfloat16)
+def frozen(*shape, dtype=BF16):
+    w = np.random.default_rng(0).standard_normal(shape).astype(dtype)
     w.flags.writeable = False
     return w
 
 
 def panels(w):
-    """[O/48][ceil(I/2)][48] pairs of w (O, I), said in NumPy."""
+    """[O/48][I in words][48] words of w (O, I), said in NumPy."""
+    per = 4 // w.itemsize
     n_out, n_in = w.shape
-    padded = np.zeros((-(-n_out // 48) * 48, (n_in + 1) // 2 * 2), w.dtype)
+    padded = np.zeros((-(-n_out // 48) * 48, -(-n_in // per) * per), w.dtype)
     padded[:n_out, :n_in] = w
-    return padded.view(np.uint32).reshape(-1, 48, padded.shape[1] // 2).transpose(0, 2, 1).reshape(-1)
+    words = padded.view(np.uint32 if per == 2 else np.float32)
+    return words.reshape(-1, 48, words.shape[1]).transpose(0, 2, 1).reshape(-1)
 
 
 @needs_tiles
+@dtypes
+@pytest.mark.parametrize("stored", [BF16, np.dtype("f4"), np.dtype("f2")], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (48, 96), (50, 33), (97, 64)])
-def test_both_orientations(shape):
-    w = frozen(*shape)
-    assert (packing.packed_forward(w) == panels(w)).all()
-    assert (packing.packed_backward(w) == panels(np.ascontiguousarray(w.T))).all()
+def test_both_orientations(shape, stored, dtype):
+    w = frozen(*shape, dtype=stored)
+    assert (packing.packed_forward(w, dtype=dtype) == panels(w.astype(dtype))).all()
+    assert (packing.packed_backward(w, dtype=dtype) == panels(np.ascontiguousarray(w.T).astype(dtype))).all()
 
 
 @needs_tiles
-def test_a_group_of_weights():
-    a, b = frozen(50, 8), frozen(6, 8)
-    assert (packing.packed_forward(a, b) == np.concatenate([panels(a), panels(b)])).all()
-    assert (packing.packed_backward(a, b) == panels(np.ascontiguousarray(np.concatenate([a, b]).T))).all()
+@dtypes
+def test_a_group_of_weights(dtype):
+    a, b = frozen(50, 8, dtype=dtype), frozen(6, 8, dtype=dtype)
+    assert (packing.packed_forward(a, b, dtype=dtype) == np.concatenate([panels(a), panels(b)])).all()
+    stacked = np.ascontiguousarray(np.concatenate([a, b]).T)
+    assert (packing.packed_backward(a, b, dtype=dtype) == panels(stacked)).all()
 
 
 @needs_tiles
-def test_packed_once_and_as_long_as_the_array_lives():
+def test_packed_once_a_dtype_and_as_long_as_the_array_lives():
     w = frozen(50, 8)
-    first = packing.packed_forward(w)
-    assert packing.packed_forward(w) is first
-    assert packing.packed_backward(w) is not first
-    keys = [key for key in packing._packed if key[1] == (id(w),)]
-    assert len(keys) == 2
+    first = packing.packed_forward(w, dtype=BF16)
+    assert packing.packed_forward(w, dtype=BF16) is first
+    assert packing.packed_backward(w, dtype=BF16) is not first
+    assert packing.packed_forward(w, dtype=np.dtype("f4")).dtype == np.float32
+    keys = [key for key in packing._packed if key[2] == (id(w),)]
+    assert len(keys) == 3
     del w
     gc.collect()
     assert not any(key in packing._packed for key in keys)
 
 
 @needs_tiles
-@pytest.mark.parametrize("change", ["writeable", "float32", "vector"])
+@pytest.mark.parametrize("change", ["writeable", "float64", "integers", "vector"])
 def test_only_what_cannot_change_is_packed(change):
     w = frozen(4, 4)
-    w = {"writeable": w.copy(), "float32": w.astype(np.float32), "vector": w[0]}[change]
-    if change == "float32":
+    w = {"writeable": w.copy(), "float64": w.astype("f8"), "integers": w.astype("i4"), "vector": w[0]}[change]
+    if change != "writeable":
         w.flags.writeable = False
-    assert not packing.can_pack(w)
-    with pytest.raises(ValueError, match="expected a read-only bfloat16 array"):
-        packing.packed_forward(w)
+    assert not packing.can_pack(w, BF16)
+    with pytest.raises(ValueError, match="expected a read-only matrix of floats"):
+        packing.packed_forward(w, dtype=BF16)
 
 
 def test_nothing_is_packed_without_tiles(monkeypatch):
-    monkeypatch.setenv("PEFT_CORE_BF16", "off")
-    assert not packing.can_pack(frozen(4, 4))
+    monkeypatch.setenv("PEFT_CORE_TILES", "off")
+    assert not packing.can_pack(frozen(4, 4), BF16)
 
 
 def test_pages_of_a_mapped_file_are_dropped_and_come_back(tmp_path):

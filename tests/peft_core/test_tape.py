@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from peft_core import Tensor, enable_grad, is_grad_enabled, no_grad, op
+from peft_core import Tensor, enable_grad, is_grad_enabled, no_grad, op, set_grad_enabled
 from peft_core.errors import GraphError
 
 
@@ -167,3 +167,24 @@ def test_a_read_only_broadcast_gradient_is_copied_before_it_is_added_into():
     spread(a).backward()
     spread(a).backward()
     assert a.grad.tolist() == [2, 2, 2]
+
+
+def test_set_grad_enabled_holds_from_its_call_on():
+    x = Tensor(np.ones(2, np.float32), True)
+    set_grad_enabled(False)
+    try:
+        assert not is_grad_enabled() and not mul(x, x).requires_grad
+        with set_grad_enabled(True):
+            assert mul(x, x).requires_grad
+        assert not is_grad_enabled()
+    finally:
+        set_grad_enabled(True)
+    with set_grad_enabled(False):
+        assert not is_grad_enabled()
+    assert is_grad_enabled()
+
+    @set_grad_enabled(False)
+    def inside():
+        return is_grad_enabled()
+
+    assert is_grad_enabled() and not inside() and is_grad_enabled()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import peft_core
-from peft_core import Tensor, no_grad, op, tensor
+from peft_core import Tensor, UnsupportedError, no_grad, op, tensor
 from peft_core.errors import GraphError
 
 double = op(lambda x: (x * np.float32(2), (lambda gy: gy * np.float32(2),)))
@@ -73,8 +73,76 @@ def test_grad_takes_arrays_of_its_own_shape():
     assert t.grad.tolist() == [1, 1]
     t.grad = None
     assert t.grad is None
-    with pytest.raises(ValueError, match=r"grad of shape \(3,\) was set on a Tensor of shape \(2,\)"):
-        t.grad = np.ones(3)
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, Tensor])
+def test_a_gradient_that_is_set_is_a_copy(wrap):
+    mine = np.ones(2, np.float32)
+    t, u = tensor([1.0, 2.0], requires_grad=True), tensor([1.0, 2.0], requires_grad=True)
+    t.grad = u.grad = wrap(mine)
+    mine[:] = 7
+    t.grad.data[:] = 3  # the getter does share: an optimiser scales a gradient in place
+    assert t.grad.tolist() == [3, 3] and u.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (np.ones(3, np.float32), ValueError, r"grad of shape \(3,\), dtype float32 on cpu .* Tensor of shape \(2,\)"),
+        (np.ones(2), ValueError, "dtype float64 on cpu was set on .*, dtype float32 on cpu; expected the same of each"),
+        (tensor([1, 2]), ValueError, "dtype int64 on cpu was set"),
+        ([1.0, 1.0], TypeError, "grad was set to a list; expected a Tensor, an array or None"),
+        (1.0, TypeError, "grad was set to a float"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_is_refused(value, error, text):
+    t = tensor([1.0, 2.0], requires_grad=True)
+    with pytest.raises(error, match=text):
+        t.grad = value
+    assert t.grad is None
+
+
+def test_data_is_an_array_whatever_is_assigned():
+    t = tensor([1.0, 2.0])
+    t.data = t.data - tensor([0.5, 0.5])  # array - Tensor is a Tensor
+    assert isinstance(t.data, np.ndarray) and t.tolist() == [0.5, 1.5]
+    with pytest.raises(TypeError, match=r"a Tensor of a list; expected an array. Use tensor\(...\) for numbers"):
+        Tensor([1, 2])
+
+
+def test_comparison_with_what_is_no_number():
+    t = tensor([1.0, 2.0])
+    assert (t == None) is False and (t != None) is True  # noqa: E711
+    assert (t == "text") is False and t not in [None, "text"]
+    assert (t == 1).tolist() == (t == np.float32(1)).tolist() == [True, False]
+
+
+def test_operators_with_the_number_in_front():
+    n, x = tensor(3), tensor([0.5, 2.0])
+    assert (
+        (7 // n).item() == 2
+        and (7 % n).item() == 1
+        and (2**n).item() == 8
+        and (x**x).tolist() == [np.sqrt(np.float32(0.5)), 4]
+    )
+    assert (2**x).tolist() == [np.float32(2) ** np.float32(0.5), 4] and abs(-x).tolist() == [0.5, 2]
+    assert [10, 20, 30, 40][n] == 40 and list(range(n)) == [0, 1, 2] and f"{x.sum():.2f}" == "2.50"
+    assert [row.item() for row in x] == [0.5, 2]
+    with pytest.raises(TypeError, match="iteration over a Tensor without dimensions; expected at least one"):
+        iter(n)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"create_graph": True}, r"backward\(create_graph=True\) is not supported: gradients are plain arrays"),
+        ({"retain_graph": True}, r"backward\(retain_graph=True\) is not supported: saved values are freed"),
+        ({"inputs": []}, r"backward\(inputs=...\) is not supported: set requires_grad to False"),
+    ],
+)
+def test_what_backward_leaves_out(settings, text):
+    with pytest.raises(UnsupportedError, match=text):
+        double(tensor([1.0], requires_grad=True)).backward(**settings)
 
 
 @pytest.mark.parametrize("write", ["+=", "-=", "*=", "/=", "[]"])
@@ -96,3 +164,14 @@ def test_writing_works_on_leaves_under_no_grad_and_nowhere_else(write):
     y = double(p)
     with no_grad(), pytest.raises(GraphError, match="expected a leaf under no_grad"):
         apply(y)
+
+
+def test_what_trains_owns_memory_that_can_be_written_to():
+    array = np.ones(3, np.float32)
+    array.flags.writeable = False
+    x = Tensor(array)
+    assert x.data is array
+    x.requires_grad = True
+    assert x.data.flags.writeable and (x.data == array).all()
+    own = np.ones(3, np.float32)
+    assert Tensor(own, requires_grad=True).data is own

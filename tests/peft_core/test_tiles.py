@@ -1,4 +1,4 @@
-"""The register tile and its parts against float64.  Skipped where the CPU has no AVX512-BF16."""
+"""The register tile and its parts against float64.  Skipped where the CPU has no AVX512-BF16 (AVX-512)."""
 
 import ml_dtypes
 import numpy as np
@@ -7,6 +7,7 @@ import pytest
 from peft_core import kernels
 
 needs_tiles = pytest.mark.skipif(not kernels.tiles_supported(), reason="no AVX512-BF16 here")
+needs_float_tiles = pytest.mark.skipif(not kernels.tiles_supported(np.float32), reason="no AVX-512 here")
 
 
 def bf16(rng, *shape):
@@ -16,11 +17,11 @@ def bf16(rng, *shape):
 def elementwise(function, x, dtype=np.float32):
     from numba import njit
 
-    from peft_core import tiles
+    from peft_core import tile_parts
 
-    f = getattr(tiles, function)
+    f = getattr(tile_parts, function)
 
-    @njit(**{**tiles.FAST, "cache": False})
+    @njit(**{**tile_parts.FAST, "cache": False})
     def run(x, y):
         for i in range(len(x)):
             y[i] = f(x[i])
@@ -58,20 +59,72 @@ def test_a_tile_is_a_product(rows, columns, k, add):
     assert (got[:, columns] == c[:, columns]).all(), "wrote past the tile"
 
 
-@needs_tiles
-@pytest.mark.parametrize("shape", [(1, 1), (48, 2), (50, 7), (97, 65)])
-def test_packed_weights_come_back(shape):
+@needs_float_tiles
+@pytest.mark.parametrize("rows, columns", [(8, 48), (6, 64), (8, 16)])
+@pytest.mark.parametrize("k", [1, 2, 5, 16])
+@pytest.mark.parametrize("add", [0, 1])
+def test_a_tile_of_float32_is_a_product(rows, columns, k, add):
+    from numba import njit
+
     from peft_core import tiles
 
-    w = bf16(np.random.default_rng(0), *shape).view(np.uint16)
-    for source, pack in ((w, tiles.pack_rows), (np.ascontiguousarray(w.T), tiles.pack_columns)):
-        packed = np.full(-(-shape[0] // 48) * 48 * ((shape[1] + 1) // 2), 77, np.uint32)
-        kernels.run_kernel(pack, source, packed)
-        back = np.empty_like(w)
-        kernels.run_kernel(tiles.unpack_rows, packed, back)
-        assert (back == w).all()
-        panels = packed.reshape(-1, (shape[1] + 1) // 2, 48)
-        assert (panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[shape[0] :] == 0).all(), "padding is not 0"
+    tile = getattr(tiles, f"tile_{rows}x{columns}")
+
+    @njit(nogil=True)
+    def run(a, w, c):
+        tile(a, 3, k + 2, w, 5, columns + 16, k, c, 7, columns + 1, add)
+
+    rng = np.random.default_rng(0)
+    a, w, c = (rng.standard_normal(s).astype("f4") for s in ((rows, k + 2), (k, columns + 16), (rows, columns + 1)))
+    flat = [np.concatenate([np.zeros(n, np.float32), x.reshape(-1)]) for n, x in ((3, a), (5, w), (7, c))]
+    run(*flat)
+    got = flat[2][7:].reshape(rows, -1)
+    truth = a[:, :k].astype(float) @ w[:, :columns].astype(float)
+    np.testing.assert_allclose(got[:, :columns], truth + add * c[:, :columns], atol=1e-5)
+    assert (got[:, columns] == c[:, columns]).all(), "wrote past the tile"
+
+
+@needs_tiles
+def test_a_tile_of_two_kinds_of_words_is_refused():
+    from numba import njit
+
+    from peft_core import tiles
+
+    @njit
+    def run(a, w, c):
+        tiles.tile_8x48(a, 0, 1, w, 0, 48, 1, c, 0, 48, 0)
+
+    a, w, c = np.zeros(8, np.uint32), np.zeros(48, np.float32), np.zeros(8 * 48, np.float32)
+    with pytest.raises(TypeError, match="a tile of uint32 and float32 into float32"):
+        run(a, w, c)
+
+
+@pytest.mark.skipif(not (kernels.tiles_supported() and kernels.tiles_supported(np.float32)), reason="no AVX-512 here")
+def test_words_and_elements():
+    from numba import njit
+
+    from peft_core.tile_parts import elements, get, pair_rows, per, put
+
+    @njit
+    def run(words, rows, out):
+        for k in range(len(rows)):
+            put(elements(words), k, rows[k] * np.float32(2))
+            rows[k] = get(elements(words), k)
+        pair_rows(elements(words), 3, 4, 3, out, 5)
+        return per(words)
+
+    x = np.random.default_rng(0).standard_normal(12).astype("f4")
+    x[1] = np.nan
+    for kind, count in ((np.uint32, 6), (np.float32, 12)):
+        words, rows, out = np.zeros(count, kind), x.copy(), np.zeros(20, kind)
+        dtype = ml_dtypes.bfloat16 if kind == np.uint32 else np.float32
+        assert run(words, rows, out) == 12 // count
+        truth = (x * 2).astype(dtype).astype("f4")
+        np.testing.assert_array_equal(rows, truth)
+        np.testing.assert_array_equal(words.view(dtype).astype("f4"), truth)
+        n = 12 // count
+        got = out.view(dtype).astype("f4").reshape(-1, 5, n)[: 4 // n, :3]
+        np.testing.assert_array_equal(got, truth.reshape(4 // n, n, 3).transpose(0, 2, 1))
 
 
 @needs_tiles
@@ -112,23 +165,25 @@ def test_vectors_round_like_ml_dtypes():
     from peft_core.tiles import pair16, round16
 
     @njit
-    def run(x, one, two):
+    def run(x, one, same, two):
         round16(x, 0, one, 0)
+        round16(x, 16, same, 0)
         pair16(x, 0, 16, two, 0)
 
     x = np.random.default_rng(0).standard_normal(32).astype(np.float32)
     x[3] = np.nan
-    one, two = np.zeros(16, np.uint16), np.zeros(16, np.uint32)
-    run(x, one, two)
+    one, same, two = np.zeros(16, np.uint16), np.zeros(16, np.float32), np.zeros(16, np.uint32)
+    run(x, one, same, two)
+    np.testing.assert_array_equal(same, x[16:])
     truth = x.astype(ml_dtypes.bfloat16).astype(np.float32).reshape(2, 16)
     np.testing.assert_array_equal(one.view(ml_dtypes.bfloat16).astype(np.float32), truth[0])
     np.testing.assert_array_equal(two.view(ml_dtypes.bfloat16).astype(np.float32).reshape(16, 2), truth.T)
 
 
 def test_tiles_can_be_switched_off(monkeypatch):
-    monkeypatch.setenv("PEFT_CORE_BF16", "off")
+    monkeypatch.setenv("PEFT_CORE_TILES", "off")
     assert not kernels.tiles_supported()
-    monkeypatch.delenv("PEFT_CORE_BF16")
+    monkeypatch.delenv("PEFT_CORE_TILES")
     with kernels.use_kernels(False):
         assert not kernels.tiles_supported()
 

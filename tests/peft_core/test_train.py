@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite(value):
     assert weights(net) == before
 
 
-@pytest.mark.parametrize(("rows", "named"), [([0], ", rows 0, 0"), (None, "")])
+@pytest.mark.parametrize(("rows", "named"), [([0], ", rows 0"), (None, "")])
 def test_a_gradient_that_is_not_finite(rows, named):
     def overflowing(model, batch):
         loss, n = loss_fn(model, batch)
@@ -213,6 +213,37 @@ def test_a_gradient_that_is_not_finite(rows, named):
     with np.errstate(all="ignore"), pytest.raises(DivergedError, match=text):
         fit(net, [[replace(ROWS[0], rows=rows)] * 2], overflowing, AdamW(net.parameters()))
     assert weights(net) == before
+
+
+@pytest.mark.parametrize(("precision", "advised"), [(None, False), ("bfloat16", False), ("float16", True)])
+def test_float16_is_blamed_only_where_it_is_used(precision, advised):
+    net = Net()
+    bad = replace(ROWS[1], x=ROWS[1].x * np.float32(np.inf))
+    for steps in ([[bad]], [[ROWS[0]], [bad]]):
+        optimizer = AdamW(net.parameters(), lr=0.0, weight_decay=0.0)
+        with np.errstate(all="ignore"), pytest.raises(DivergedError) as error:
+            fit(net, steps, loss_fn, optimizer, autocast_dtype=precision)
+        assert ("float16" in str(error.value).replace("bfloat16", "")) == advised
+        assert ("Lower the learning rate" in str(error.value)) == (len(steps) == 2)
+
+
+def test_before_the_first_step_the_parameter_is_named_and_not_the_learning_rate():
+    net = Net()
+    net.a.weight.data[0, 0] = np.nan
+    text = (
+        r"the loss is nan in step 1, micro-batch 1 of 2; expected a finite loss\. The very first forward is not finite "
+        r"already, so the learning rate has no part in it: NaN or infinity stands in a\.weight\. Check the files"
+    )
+    batches = [replace(r, rows=None) for r in ROWS[:2]]
+    with np.errstate(all="ignore"), pytest.raises(DivergedError, match=text):
+        fit(net, [batches], loss_fn, AdamW(net.parameters()))
+    net = Net()
+    bad = replace(batches[0], x=batches[0].x * np.float32(np.nan))
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(DivergedError, match=r"all parameters are finite, so look at the rows"),
+    ):
+        fit(net, [[bad]], loss_fn, AdamW(net.parameters()))
 
 
 def test_trainable_parameters_outside_the_optimizer():

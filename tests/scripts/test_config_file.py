@@ -75,7 +75,7 @@ def test_numbers_as_toml_reads_them(load):
         ("[train]\nwarmup_ratio = 0.1\nwarmup_steps = 9\n", "train.warmup_ratio and train.warmup_steps are both set"),
         (
             "[eval]\nearly_stopping_patience = 3\n",
-            "a.toml:8: eval.early_stopping_patience is set without validation rows",
+            "a.toml:8: eval.early_stopping_patience is set without validation rows; expected data.val_path or",
         ),
         ("[train]\nlr = 1e-4\nlearning_rate = 1e-3\n", "a.toml:8: train.learning_rate is given twice (train.lr)"),
         ("x = \n", "a.toml: not valid TOML (Invalid value (at line 7, column 5)); expected lines such as"),

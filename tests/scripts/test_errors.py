@@ -241,8 +241,8 @@ def test_out_of_memory(lab, monkeypatch):
         done,
         5,
         "out of memory at step 4 (Unable to allocate 9 GiB",
-        f"Last good checkpoint: {last}. Try, in this order: train.gradient_checkpointing=true (estimate",
-        "train.batch_size=1 train.gradient_accumulation_steps=4",
+        f"Last good checkpoint: {last}. Try, in this order: train.memory_budget=",
+        "MB (smaller passes, the same step); train.gradient_checkpointing=true (estimate",
         "data.max_seq_length=1024",
     )
     assert done.err.startswith("out of memory at step 4")

@@ -1,20 +1,24 @@
 """The report and the plan: numbers that a person relies on."""
 
+import json
 from datetime import datetime
-from types import SimpleNamespace
 
 import pytest
 
 from peft_core.backend import as_device
 from peft_core.errors import ConfigError
-from run import preflight
+from run import base as base_page
 from run.base import compute_dtype, load_tokenizer, lora_config, prompt_ids, stop_ids
-from run.config import DataSection, LoraSection, ModelSection, TrainSection
+from run.config import DataSection, LoraSection, TrainSection
 from run.rows import load_rows, make_plan, warmup_steps
 
 
 @pytest.fixture
 def rows(lab):
+    return load_rows_of(lab)
+
+
+def load_rows_of(lab):
     tokenizer = load_tokenizer(lab.base)
     data = DataSection(path=str(lab.data))
     return load_rows(data, tokenizer, seed=0, stop_ids=stop_ids(lab.base, tokenizer), now=datetime(2026, 1, 1)).train
@@ -52,29 +56,18 @@ def test_warmup():
         warmup_steps(TrainSection(warmup_steps=7), 7)
 
 
-def test_weights_come_from_the_headers(lab):
-    weights = preflight.Weights.of([lab.base / "model.safetensors"])
-    assert weights.n_bytes == 4 * weights.n_parameters and weights.dtypes == ["float32"]
-
-
-def test_memory_grows_with_what_it_depends_on():
-    config = SimpleNamespace(hidden_size=64, intermediate_size=128, num_hidden_layers=12, vocab_size=1000)
-    weights = preflight.Weights(1000, 4000, ["float32"])
-
-    def estimate(tokens=1000, recompute=False, item=4):
-        return preflight.estimate_memory(config, weights, 500, tokens, recompute, item)
-
-    assert estimate().activations == 2 * estimate(tokens=500).activations == 2 * estimate(item=2).activations
-    assert estimate(recompute=True).activations < estimate().activations / 5
-    assert estimate().adapter == 8000 and estimate().weights == 4000
-    assert estimate().line(10**12).endswith("-- fits")
-    assert "DOES NOT FIT into the 1.0 MB that are free; lower train.batch_size" in estimate().line(10**6)
-    assert "fit" not in estimate().line(None).lower().replace("estimate", "")
-
-
-def test_available_memory_is_a_plausible_number():
-    found = preflight.available_memory()
-    assert found is None or 10**7 < found < 10**14
+def test_rows_beyond_the_positions_of_the_base_are_counted_once(lab):
+    file = lab.own_base() / "config.json"
+    lengths = [len(ids) for ids, _ in load_rows_of(lab)]
+    limit = sorted(lengths)[len(lengths) // 2]
+    n = sum(length > limit for length in lengths)
+    assert 0 < n < len(lengths)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": limit}))
+    done = lab.finetune("--check", data={"val_path": None})
+    text = f"WARNING: {n} of {len(lengths)} rows are longer than the {limit} positions the base was made for"
+    assert done.out.count("WARNING") == 1 and text in done.out and f"data.max_seq_length={limit}" in done.out
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": max(lengths)}))
+    assert "WARNING" not in lab.finetune("--check", data={"val_path": None}).out
 
 
 def test_a_whole_alpha_is_written_as_an_integer():
@@ -82,11 +75,15 @@ def test_a_whole_alpha_is_written_as_an_integer():
     assert lora_config(LoraSection(lora_alpha=1.5), "m").lora_alpha == 1.5
 
 
-def test_compute_dtype():
+def test_compute_dtype(monkeypatch):
     cpu, gpu = as_device("cpu"), as_device("cuda:0")
-    auto, half = ModelSection(path="m"), ModelSection(path="m", compute_dtype="bfloat16")
-    assert compute_dtype(auto, cpu) is None and str(compute_dtype(auto, gpu)) == "bfloat16"
-    assert str(compute_dtype(half, cpu)) == "bfloat16"
+    for has_tiles in (True, False):
+        monkeypatch.setattr(base_page, "tiles_supported", lambda dtype, has_tiles=has_tiles: has_tiles)
+        assert (str(compute_dtype("auto", cpu, ["bfloat16"])) == "bfloat16") == has_tiles
+        assert compute_dtype("auto", cpu, ["bfloat16", "float32"]) is None
+        assert str(compute_dtype("auto", gpu, ["float32"])) == "bfloat16"
+        assert str(compute_dtype("bfloat16", cpu, ["float32"])) == "bfloat16"
+        assert compute_dtype("float32", gpu, ["bfloat16"]) is None
 
 
 def test_prompts_go_through_the_chat_template(lab):

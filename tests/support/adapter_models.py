@@ -68,13 +68,13 @@ def logits(model, ids=IDS):
 
 
 def randomize(model, seed=1, scale=0.3):
-    """Random A and B in every adapter: with B = 0 nothing that goes wrong would show."""
-    from adapters import lora_layers
+    """Random numbers in every adapter, A and B: with B = 0 nothing that goes wrong would show."""
+    from adapters import adapter_layers
 
     g = Generator(seed)
-    for layer in lora_layers(model).values():
-        for low_rank in layer.adapters.values():
-            for p in (low_rank.A, low_rank.B):
+    for layer in adapter_layers(model).values():
+        for name in layer.adapters:
+            for p in layer.own_parameters(name):
                 assert isinstance(p, Parameter)
                 p.data = g.normal(p.shape, 0.0, scale)
     return model

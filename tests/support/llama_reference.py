@@ -6,15 +6,16 @@ RAGGED = (11, 7, 16)  # row lengths; what follows a row's end is padding
 VOCAB = 64
 
 
-def make_llama(directory, seed=0, tied=False):
+def make_llama(directory, seed=0, tied=False, **values):
     """Save a random Llama (GQA 4/2, 2 layers) whose logits have a deviation above 1; returns the torch model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = LlamaConfig(**{**dict(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2),
+        **values},
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
@@ -38,7 +39,7 @@ def batch(seed=0):
 
 
 def peft_model(base, seed=3, scale=0.2, **values):
-    """The torch model with a peft adapter whose A and B are both random."""
+    """The torch model with a peft adapter; what trains, A and B both, has random numbers added."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -48,6 +49,8 @@ def peft_model(base, seed=3, scale=0.2, **values):
         for name, p in model.named_parameters():
             if "lora_" in name:
                 p.copy_(torch.randn(p.shape, generator=generator) * scale)
+            elif p.requires_grad:  # a copy of a module, a bias
+                p.add_(torch.randn(p.shape, generator=generator) * scale)
     return model.eval()
 
 

@@ -88,12 +88,24 @@ def test_report_counts_by_an_independent_rule(tmp_path, tok):
     rows = [chat("q" * n, "yes" * n) for n in range(1, 21)]
     data = load_dataset(write(tmp_path, rows), tok)
     lengths = sorted(len(tok.apply_chat_template(row["messages"])) for row in rows)
-    trained = sum(len(tok.encode("yes" * n + "<|im_end|>\n")) for n in range(1, 21))
+    trained = sum(len(tok.encode("yes" * n + "<|im_end|>")) for n in range(1, 21))
     report = data.report
     assert (report.n_tokens, report.n_trained, report.length_max) == (sum(lengths), trained, lengths[-1])
     assert report.length_p50 in lengths[9:11] and report.n_ending == report.n_samples == 20
-    assert ">>yes" in report.example and report.example.endswith("<|im_end|>\n<<")
+    assert ">>yes" in report.example and report.example.endswith("<|im_end|><<\n")
     assert "trained in 20/20 rows" in "\n".join(report.lines())
+
+
+def test_rows_with_an_empty_answer_are_counted(tmp_path, tok):
+    talk = {"messages": [*chat("q", "")["messages"], *chat("q", "")["messages"], *chat("q", "a")["messages"]]}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "user", "arguments": {}}}]}
+    rows = [chat("q", "a"), chat("q", " \n"), talk, {"messages": [chat("q", "")["messages"][0], called]}]
+    report = load_dataset(write(tmp_path, rows), tok).report
+    note = "3 answers in 2 of 3 rows are empty: they teach to end at once. Remove them unless that is meant."
+    assert note in report.lines()
+    pairs = [{"prompt": "q", "completion": ""}, {"prompt": "q", "completion": "a"}]
+    assert "1 answers in 1 of 2 rows are empty" in "\n".join(load_dataset(write(tmp_path, pairs), tok).report.lines())
+    assert not load_dataset(write(tmp_path, [chat("q", "a")]), tok).report.notes
 
 
 def test_samples_of_one_row_stay_on_one_side_of_the_split(tmp_path):

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from peft_core.errors import ConfigError, DataError
+from peft_core.errors import ConfigError, DataError, DivergedError
 from support.tiny_models import padded, ragged_rows, write_tiny
 from transformer import from_pretrained, generate
 from transformer.generate import probabilities
@@ -45,6 +45,30 @@ def test_rows_do_not_know_each_other(model):
     assert twice[0] != twice[1]  # each row its own stream
     assert sampled == generate(model, PROMPTS, **settings)
     assert sampled != generate(model, PROMPTS, **{**settings, "seed": 10})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"do_sample": True, "top_k": 3, "top_p": 0.5}])
+def test_logits_that_are_not_finite_name_row_and_token(tmp_path, value, settings):
+    model = from_pretrained(write_tiny(tmp_path), dtype="float32")
+    free = generate(model, PROMPTS, max_new_tokens=6, eos_token_id=(), **settings)
+    token = next(t for row in free for t in row if t not in {t for p in PROMPTS for t in p})
+    step = min(row.index(token) for row in free if token in row)
+    row = next(i for i, new in enumerate(free) if token in new[: step + 1])
+    table = np.array(model.model.embed_tokens.weight.data)
+    table[token] = value  # an adapter or a base that is fine until this token is read
+    model.model.embed_tokens.weight.data = table
+    if model.config.tie_word_embeddings:
+        pytest.skip("the head would be damaged too")
+    text = rf"logits of prompt {row} are NaN or infinite at new token {step + 2} \(the first is nan for token 0\)"
+    with np.errstate(all="ignore"), pytest.raises(DivergedError, match=text):
+        generate(model, PROMPTS, max_new_tokens=6, eos_token_id=(), **settings)
+
+
+def test_a_tiny_temperature_takes_the_likeliest():
+    logits = np.array([1.0, 3.0, -2.0, 2.9])
+    assert probabilities(logits, temperature=1e-310).tolist() == [0, 1, 0, 0]
+    assert probabilities(logits * 1e300, temperature=1e-300, top_k=2).tolist() == [0, 1, 0, 0]
 
 
 def test_rows_that_end_leave(model):

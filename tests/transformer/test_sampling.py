@@ -35,6 +35,18 @@ def test_every_epoch_has_every_row_once(options, accumulation):
             assert sum(len(ROWS[i][0]) for part in parts for i in part) <= 20
 
 
+def test_passes_cut_between_rows_and_change_no_step():
+    rows = [(np.arange(n), np.arange(n)) for n in (5, 9, 3, 8, 20, 1, 1, 2)]
+    whole = Steps(rows, 4, num_epochs=1)
+    cut = Steps(rows, 4, num_epochs=1, max_tokens_per_pass=12)
+    assert max(len(step) for step in cut) > 1
+    for a, b in zip(whole, cut, strict=True):
+        assert [i for batch in b for i in batch.rows] == [i for batch in a for i in batch.rows]
+        assert all(batch.n_tokens <= 12 + 20 and batch.rows for batch in b)
+    assert [len(step) for step in Steps(rows, 4, num_epochs=1, max_tokens_per_pass=1)] == [4, 4]
+    assert [len(step) for step in Steps(rows, 4, num_epochs=1, max_tokens_per_pass=49)] == [1, 1]
+
+
 def test_order_depends_on_seed_and_epoch_only_and_never_changes():
     one = Steps(ROWS, 2, num_epochs=2, seed=7)
     late = Steps(ROWS, 2, num_epochs=9, seed=7)
@@ -43,6 +55,22 @@ def test_order_depends_on_seed_and_epoch_only_and_never_changes():
     assert not np.array_equal(shuffled(50, 7, 0), shuffled(50, 8, 0))
     assert shuffled(8, 42, 0).tolist() == ORDER_42
     assert Steps(ROWS, 2, num_epochs=1, shuffle=False).order(0).tolist() == list(range(len(ROWS)))
+
+
+def test_the_order_of_steps_follows_their_seed():
+    orders = {seed: Steps(ROWS, 2, num_epochs=2, seed=seed) for seed in (0, 7, 8)}
+    assert len({tuple(steps.order(epoch)) for steps in orders.values() for epoch in (0, 1)}) == 6
+    for seed, steps in orders.items():
+        assert steps.order(1).tolist() == shuffled(len(ROWS), seed, 1).tolist()
+        assert flat(steps, 6, 12) == steps.order(1).tolist()
+
+
+def test_a_split_of_few_rows():
+    assert [len(part) for part in split_indices(2, 0.99, 0)] == [1, 1]
+    assert [len(part) for part in split_indices(3, 0.01, 0)] == [2, 1]
+    for n, told in ((1, "there is 1 row"), (0, "there are 0 rows")):
+        with pytest.raises(ConfigError, match=rf"data.val_size is 0.1, and {told} to divide; expected at least 2 rows"):
+            split_indices(n, 0.1, 0)
 
 
 def test_max_steps_goes_round_and_overrides_epochs():
@@ -70,6 +98,8 @@ def test_items_are_batches():
     assert sum(batch.n_tokens for step in steps for batch in step) == sum(len(ids) for ids, _ in ROWS)
     assert len(steps[-1]) == 2 and len(steps[:2]) == 2
     assert sum(batch.n_tokens for batch in batches(ROWS, 3)) == sum(len(ids) for ids, _ in ROWS)
+    assert [len(batch.cu_seqlens) - 1 for batch in batches(ROWS, 3)] == [3, 3, 3, 2]
+    assert [batch.n_tokens for batch in batches(ROWS, 3, max_tokens=9)] == [5, 8, 5, 9, 4, 7, 7, 10, 3]  # rows of ROWS
 
 
 @pytest.mark.parametrize(

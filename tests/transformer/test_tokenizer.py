@@ -89,7 +89,9 @@ def test_call_returns_rows_and_pads_into_arrays(tmp_path):
     assert tok("Hello, you", truncation=True, max_length=2).input_ids == tok.encode("Hello, you")[:2]
     with pytest.raises(ConfigError, match=r"cannot form one array; expected rows of equal length. Pass padding=True"):
         tok(["a", "Hello, you"], return_tensors="np")
-    with pytest.raises(ConfigError, match="return_tensors is 'tf'; expected None or 'np'"):
+    moved = tok("Hello", return_tensors="pt").to("cpu")
+    assert moved.input_ids.shape == (1, len(tok.encode("Hello"))) and str(moved.attention_mask.device) == "cpu"
+    with pytest.raises(ConfigError, match="return_tensors is 'tf'; expected None, 'np' or 'pt'"):
         tok("a", return_tensors="tf")
 
 

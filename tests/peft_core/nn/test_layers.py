@@ -196,3 +196,17 @@ def test_functional_is_a_face():
     assert (F.dropout(Tensor(np.ones(99, np.float32)), 0.5).data == 0).any()
     for name in F.__all__:
         assert callable(getattr(F, name))
+
+
+def test_embedding_with_a_padding_row_and_from_a_table():
+    layer = nn.Embedding(5, 3, padding_idx=-1)
+    assert layer.weight[4].tolist() == [0, 0, 0] and np.abs(layer.weight.data[:4]).min() > 0
+    layer(tensor([4, 0, 4])).sum().backward()
+    assert layer.weight.grad.tolist() == [[1.0] * 3] + [[0.0] * 3] * 4
+    table = tensor([[1.0, 2.0], [3.0, 4.0]])
+    layer = nn.Embedding.from_pretrained(table)
+    assert layer.weight.data is table.data and not layer.weight.requires_grad and layer.num_embeddings == 2
+    assert (
+        layer(tensor([1])).tolist() == [[3, 4]]
+        and nn.Embedding.from_pretrained(table, freeze=False).weight.requires_grad
+    )

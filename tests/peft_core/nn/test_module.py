@@ -263,3 +263,43 @@ def test_repr_is_a_tree_that_counts_equal_neighbours():
         "  )\n"
         ")"
     )
+
+
+def test_a_parameter_is_not_replaced_by_a_plain_tensor_unnoticed():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(
+        TypeError, match=r"Linear.weight is a Parameter and was set to a plain Tensor.*Parameter\(tensor\)"
+    ):
+        layer.weight = tensor([[1.0, 2.0], [3.0, 4.0]])
+    layer.weight = nn.Parameter(tensor([[1.0, 2.0], [3.0, 4.0]]))
+    layer.bias = None
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+
+
+def test_registration_by_name():
+    module = nn.Module()
+    module.register_parameter("scale", nn.Parameter(tensor([1.0])))
+    module.register_parameter("shift", None)
+    module.add_module("inner", nn.Linear(1, 1))
+    assert list(module.state_dict()) == ["scale", "inner.weight", "inner.bias"] and module.shift is None
+    assert module.get_parameter("inner.bias") is module.inner.bias and module.get_parameter("scale") is module.scale
+    for use, text in [
+        (
+            lambda: module.register_parameter("x", tensor([1.0])),
+            r"register_parameter\('x'\) got a Tensor; expected a Para",
+        ),
+        (lambda: module.add_module("x", 3), r"add_module\('x'\) got a int; expected a Module"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            use()
+    with pytest.raises(AttributeError, match=r"no parameter 'inner'; expected a name of named_parameters\(\)"):
+        module.get_parameter("inner")
+
+
+def test_conversions_of_a_module():
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    for name, dtype in [("half", "float16"), ("bfloat16", "bfloat16"), ("double", "float64"), ("float", "float32")]:
+        assert getattr(layer, name)() is layer and str(layer.weight.dtype) == str(layer.bias.dtype) == dtype
+    assert layer.cpu() is layer.to("cpu") is layer.to(dtype="float64") is layer and layer.weight is weight
+    assert str(layer.to(device="cpu", dtype="float32").bias.dtype) == "float32"

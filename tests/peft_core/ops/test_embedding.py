@@ -18,6 +18,13 @@ CASES = [
 ]  # fmt: skip
 
 
+def test_the_padding_row_gets_no_gradient() -> None:
+    for padding in (2, -3):
+        w = Tensor(np.ones((5, 2)), True)
+        ops.embedding(IDS, w, padding=padding).backward(np.ones((5, 2)))
+        assert w.grad is not None and w.grad.tolist() == [[1, 1], [0, 0], [0, 0], [0, 0], [1, 1]]
+
+
 @every(CASES)
 def test_case(check: Any, case: Case, dtype: str) -> None:
     check(case, dtype)

@@ -147,7 +147,7 @@ def test_work_is_shared_fairly(lengths, threads):
 def test_without_tiles_the_formula_runs(monkeypatch):
     x, gy, params = make([100, 37], 4, 2, 64)
     on = run(x, gy, params)
-    monkeypatch.setenv("PEFT_CORE_BF16", "off")
+    monkeypatch.setenv("PEFT_CORE_TILES", "off")
     monkeypatch.setattr(module, "_attend_on_tiles", None)
     off = run(x, gy, params)
     assert on[0].dtype == off[0].dtype == x.dtype and on[1].dtype == off[1].dtype == x.dtype
@@ -169,7 +169,7 @@ def test_a_shorter_window_and_other_types_take_the_formula(monkeypatch):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("part", ["q", "k", "v"])
 def test_nan_comes_out_and_stays_in_its_row(bad, part, tiles, monkeypatch):
-    monkeypatch.setenv("PEFT_CORE_BF16", tiles)
+    monkeypatch.setenv("PEFT_CORE_TILES", tiles)
     x, gy, params = make([60, 100, 5], 4, 2, 64)
     x[100, {"q": 0, "k": 4 * 64, "v": 6 * 64}[part]] = bad
     with np.errstate(all="ignore"):
