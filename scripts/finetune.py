@@ -1,6 +1,6 @@
 """Fine-tune a model with LoRA:  python scripts/finetune.py [CONFIG] [section.key=value ...]
 
-Without CONFIG: a quick start on a tiny model with random weights, made on the spot; nothing is downloaded.
+Without CONFIG: the quick start, on a small pretrained model in configs/quickstart; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from run.config import RunConfig
 from run.config_file import Note, load_config, override_names, to_toml
 from run.errors import run_page
 from run.job import Job
-from run.quickstart import quickstart_config
+from run.quickstart import quickstart_config, show_scores
 from run.rundir import RunDir
 from run.signals import StopRequest
 
@@ -48,6 +48,8 @@ def page(argv: Sequence[str]) -> int:
             job.begin()
             job.train()
             job.save()
+        if args.quick_start:
+            show_scores(job)
     return 0
 
 
@@ -76,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     files = [word for word in args.words if "=" not in word]
     if len(files) > 1:
         parser.error(f"expected one CONFIG and section.key=value pairs, got {' '.join(files)}")
-    args.config, args.output_dir = files[0] if files else None, None
+    args.config, args.output_dir, args.quick_start = files[0] if files else None, None, False
     if args.resume is not None and args.overwrite:
         parser.error("--resume and --overwrite exclude each other")
     return args
@@ -102,7 +104,7 @@ def read_config(args: argparse.Namespace, stack: ExitStack) -> RunConfig:
     else:
         stack.push(lambda kind, error, trace: remove_unstarted(made, args.output_dir) if kind else None)
     config = quickstart_config(args.overrides, note, scratch, made.append)
-    args.output_dir = config.output.output_dir
+    args.output_dir, args.quick_start = config.output.output_dir, True
     return config
 
 

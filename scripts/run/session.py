@@ -153,7 +153,7 @@ class Session:
         for record in self.sample():
             self.run.append(self.run.samples, {"step": step, **record})
             if step:
-                self.open_screen().line(f"sample   {record['prompt']!r} -> {record['text']!r}")
+                self.open_screen().line(f"sample   {_end(record['prompt'])!r} -> {record['text']!r}")
 
     # ------------------------------------------------------------------ to disk and back
 
@@ -220,3 +220,8 @@ class Session:
             )
         lines.append(f"time     {clock(self.elapsed_s())}, peak memory {size(peak_rss_bytes())}")
         return lines
+
+
+def _end(prompt: str, limit: int = 60) -> str:
+    """A long prompt's last words, which tell it from others more often than its first."""
+    return prompt if len(prompt) <= limit else "... " + prompt[-limit:].split(" ", 1)[-1]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from run.tiny import tiny_rows, write_rows, write_tiny_model
+from run.cards import write_rows
+from support.tiny_run import tiny_rows, write_tiny_model
 
 
 @pytest.fixture(scope="session")

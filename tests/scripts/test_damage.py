@@ -8,8 +8,9 @@ import pytest
 
 from peft_core.errors import ConfigError, FileError
 from peft_core.safetensors_io import load_file, save_file
+from run.cards import write_rows
 from run.rundir import RunDir, next_numbered
-from run.tiny import tiny_rows, write_rows
+from support.tiny_run import tiny_rows
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

@@ -9,7 +9,7 @@ import pytest
 from peft_core import errors as core
 from peft_core.safetensors_io import load_file, save_file
 from run import errors
-from run.tiny import tiny_rows
+from support.tiny_run import tiny_rows
 
 
 def check(done, code: int, *texts: str) -> None:
@@ -213,7 +213,7 @@ def test_no_tokenizer(lab):
 
 
 def test_adapter_of_another_base(lab, tmp_path):
-    from run.tiny import write_tiny_model
+    from support.tiny_run import write_tiny_model
 
     assert lab.finetune().code == 0
     write_tiny_model(tmp_path / "wide", hidden=64, layers=1)

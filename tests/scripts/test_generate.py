@@ -9,24 +9,28 @@ from pathlib import Path
 import pytest
 
 from run.base import load_tokenizer
+from run.cards import write_rows
 from run.stream import Stream
+from support.tiny_run import tiny_rows, write_tiny_model
 
 PROMPT = "count on from 20 to 24 please"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A quick start's base and adapter, trained long enough to answer differently from the base."""
+    """A base and an adapter, trained long enough to answer differently from the base."""
     folder = tmp_path_factory.mktemp("trained")
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        import finetune
+    write_tiny_model(folder / "base")
+    write_rows(folder / "rows.jsonl", tiny_rows(1000, seed=1))
+    import finetune
 
-        assert finetune.main(["train.max_steps=40", "eval.sample_prompts=[]"]) == 0
-    finally:
-        os.chdir(before)
-    return folder / "runs" / "quickstart-1"
+    config = folder / "run.toml"
+    config.write_text(
+        f'model.path = "{folder / "base"}"\ndata.path = "{folder / "rows.jsonl"}"\noutput.output_dir = "{folder}"\n'
+        "lora = { r = 32, lora_alpha = 64 }\ntrain = { max_steps = 40, batch_size = 16, learning_rate = 5e-3 }\n"
+    )
+    assert finetune.main([str(config)]) == 0
+    return folder
 
 
 def ask(lab, trained, *argv):

@@ -15,7 +15,7 @@ from peft_core.dtypes import as_dtype
 from peft_core.safetensors_io import load_file, save_file
 from run import memory
 from run.memory import Memory, Passes, plan_passes
-from run.tiny import write_tiny_model
+from support.tiny_run import write_tiny_model
 
 
 def test_weights_come_from_the_headers(lab):

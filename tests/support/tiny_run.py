@@ -1,4 +1,4 @@
-"""The quick start's base model, tokenizer and rows, made on the spot: nothing is downloaded, nothing is pretrained.
+"""A base model with random weights, its tokenizer and rows with a rule, for the tests of the pages.
 
 The task has a rule (count on, or back, from a number), so that falling loss means something although the frozen weights
 are random: the adapters have to learn the whole rule.
@@ -114,9 +114,3 @@ def tiny_rows(n: int, *, seed: int = 0) -> list[dict]:
         question = f"count {'back' if back else 'on'} from {start} to {start + step * length} please"
         rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
     return rows
-
-
-def write_rows(file: Path, rows: list[dict]) -> None:
-    """``rows`` as JSON lines."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
