@@ -14,7 +14,7 @@ from run.progress import size
 PASS_TOKENS = 512  # of a pass on a CPU: larger ones take more memory and are at most a few percent faster
 HEAD_CHUNK = 512  # rows whose logits exist at one time
 HEAD_PANEL = 8192  # rows of the head that are widened at one time, two panels
-KERNELS_BYTES = 150_000_000  # numba and its compiler at work, which come with the first step
+KERNELS_BYTES = 150_000_000  # numba at work; compiling kernels for the first time may take as much again
 
 
 @dataclass(frozen=True)

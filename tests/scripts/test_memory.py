@@ -88,8 +88,9 @@ def test_the_estimate_lies_above_the_measured_peak_and_not_far(tmp_path, base, r
     command = [sys.executable, root / "scripts" / "finetune.py", "--dry-run", f"model.path={tmp_path / 'base'}",
                f"data.path={tmp_path / 'd.jsonl'}", f"output.output_dir={tmp_path / 'out'}", "train.max_steps=2",
                f"train.batch_size={rows[0]}", *words]  # fmt: skip
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for _ in ("kernels are compiled and kept on disk, which takes memory of its own", "they are there"):
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     estimate, peak = (float(re.search(rf"{word} (\d+) MB", done.stdout)[1]) for word in ("estimate", "peak"))
     assert peak <= estimate <= 1.4 * peak, done.stdout
 
