@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .allocator import keep_freed_memory
 from .amp import autocast
 from .backend import all_finite, xp_of
 from .dtypes import as_dtype, float16
@@ -90,7 +91,7 @@ def fit(
         group.setdefault("initial_lr", group["lr"])
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     precision = contextlib.nullcontext() if autocast_dtype is None else autocast(autocast_dtype)
-    with _mode(model, training=True):
+    with keep_freed_memory(), _mode(model, training=True):
         while state.step < len(steps):
             started, batches = time.perf_counter(), steps[state.step]
             while state.micro < len(batches):

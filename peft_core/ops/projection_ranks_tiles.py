@@ -1,0 +1,57 @@
+"""Kernels of ``projection_ranks.py``, called on one thread: what they move is small.  Imported inside functions only."""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import numpy as np
+
+from ..tile_parts import elements, kernel, pair_rows, per, put
+
+
+@kernel
+def gather(t, T, a, b, row, rank, a_out, b_out):
+    """a (n, I) into the rows of a_out (R, I) from ``row``, b (O, n) into the columns of b_out (O, R_m) from ``rank``."""
+    for i in range(len(a)):
+        source, out = a[i], a_out[row + i]
+        for k in range(len(source)):
+            put(out, k, source[k])
+    flat, to, n = b.reshape(-1), b_out.reshape(-1), b.shape[1]
+    if n == b_out.shape[1]:
+        for k in range(len(flat)):
+            put(to, k, flat[k])
+    else:
+        for o in range(len(b)):
+            for k in range(n):
+                put(to, o * b_out.shape[1] + rank + k, flat[o * n + k])
+
+
+@kernel
+def pair(t, T, rows, out, at, ld):
+    """The right operand of a product that sums over ``rows`` (R, I), elements: R in words, ``ld`` apart, from out[at]."""
+    n, width = rows.shape
+    pair_rows(rows.reshape(-1), width, n, width, out[at:], ld)
+
+
+@kernel
+def cut_a(t, T, sums, at, ld, out):
+    """out (n, I) = the sum over threads of the rows from ``at``, ``ld`` apart, of each thread's sums."""
+    for i in range(len(out)):
+        to, first = out[i], at + i * ld
+        to[:] = sums[0, first : first + len(to)]
+        for s in range(1, len(sums)):
+            row = sums[s, first : first + len(to)]
+            for k in range(len(to)):
+                to[k] += row[k]
+
+
+@kernel
+def cut_b(t, T, sums, at, ld, out):
+    """out (O, n) = the transpose of the sum over threads of the rows from ``at``, ``ld`` apart."""
+    n_out, n = out.shape
+    for r in range(n):
+        for o in range(n_out):
+            out[o, r] = sums[0, at + r * ld + o]
+    for s in range(1, len(sums)):
+        for r in range(n):
+            for o in range(n_out):
+                out[o, r] += sums[s, at + r * ld + o]
