@@ -153,6 +153,42 @@ def put(typing, out, k, value):  # type: ignore[no-untyped-def]
     return types.void(out, types.intp, types.float32), write
 
 
+def _prefetch(write: int) -> Any:
+    @_intrinsic
+    def prefetch(typing, x, k):  # type: ignore[no-untyped-def]
+        def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            place = b.bitcast(_place(context, b, signature.args[0], *args), ir.IntType(8).as_pointer())
+            kind = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
+            fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+            b.call(fetch, [place, _u32(write), _u32(3), _u32(1)])
+            return context.get_dummy_value()
+
+        return types.void(x, types.intp), emit
+
+    return prefetch
+
+
+_will_read, _will_write = _prefetch(0), _prefetch(1)
+
+
+@njit(**INLINE)
+def will_read(x, at, ld, rows, columns):  # type: ignore[no-untyped-def]
+    """The cache lines of a block of a flat array, from x[at], are on their way while other work goes on."""
+    for i in range(rows):
+        for c in range(0, columns, 64 // x.itemsize):
+            _will_read(x, at + i * ld + c)
+        _will_read(x, at + i * ld + columns - 1)
+
+
+@njit(**INLINE)
+def will_write(x, at, ld, rows, columns):  # type: ignore[no-untyped-def]
+    """``will_read`` for a block that is written."""
+    for i in range(rows):
+        for c in range(0, columns, 64 // x.itemsize):
+            _will_write(x, at + i * ld + c)
+        _will_write(x, at + i * ld + columns - 1)
+
+
 def pair_rows(rows: Any, ld: int, n: int, width: int, out: Any, ldo: int) -> None:
     """n rows of elements (even for bf16), ``ld`` apart, become the right operand of a product that sums over rows."""
     raise NotImplementedError("for kernels")

@@ -102,7 +102,7 @@ class Ranks:
         self.a = np.zeros((self.places.n_rank, width), kind)  # (R, I)
         self.b = [np.zeros((m.n_out, m.n_rank), kind) for m in self.places.linears]  # (O_m, R_m)
         for (a, b, *_), at in zip(_terms(group), self.places.terms, strict=True):
-            kernels.gather(0, 1, np.array(a, float32), np.array(b, float32), at.row, at.rank, self.a, self.b[at.linear])
+            kernels.gather(0, 1, _floats(a), _floats(b), at.row, at.rank, self.a, self.b[at.linear])
 
     def forward(self) -> tuple[Array, Array]:
         """The right operands, in words, of h A^T, (I, R), and of s B^T, (R_m, O_m padded) a linear."""
@@ -155,6 +155,12 @@ class Ranks:
                 gb = np.empty(b.shape, np.float32)
                 kernels.cut_b(0, 1, d_b, m.d_b + at.rank * m.wide, m.wide, gb)
                 out[place + 1] = into(acc[place + 1], gb.astype(b.dtype, copy=False))
+
+
+def _floats(x: Array) -> Array:
+    """x as float32 that a kernel takes: a read-only array is another type to numba, compiled anew."""
+    fits = x.dtype == float32 and x.flags.writeable and x.flags.c_contiguous
+    return x if fits else np.array(x, float32, order="C")
 
 
 def _terms(group: list[Member]) -> list[tuple]:

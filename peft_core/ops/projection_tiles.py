@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from ..tile_parts import INLINE, elements, exp, get, kernel, pair_rows, per, put
+from ..tile_parts import INLINE, elements, exp, get, kernel, pair_rows, per, put, will_read, will_write
 from ..tiles import round16, tile_8x16, tile_8x48
 
 PLAIN, NORM, GATED = 0, 1, 2
@@ -151,7 +151,7 @@ def _rows_out(sums, rows, first, n_columns, residual, has_residual, y, y1, n):
 @kernel
 def forward(t, T, before, x, norm, eps, r, wp, panels, ap, bp, scale, bias, residual, y, s_out, scratch, block):
     """y (N, O) = [residual +] h w^T + s b^T + bias, and s (N, R); r (N,) for a norm.  bias is empty or (O,)."""
-    n_rows, step, n_rank, y1 = len(x), per(wp), len(scale), y.reshape(-1)
+    n_rows, step, n_rank, y1, width = len(x), per(wp), len(scale), y.reshape(-1), y.shape[1]
     depth = len(norm) // step
     ld, lds = depth + 16, n_rank // step + 16  # never a power of two: rows would share cache sets
     a, s = scratch[t, : block * ld], scratch[t, block * ld : block * (ld + lds)]
@@ -171,6 +171,7 @@ def forward(t, T, before, x, norm, eps, r, wp, panels, ap, bp, scale, bias, resi
         for j in range(j0, j1):
             first, n_columns, b0, ldb, rank0, n_ranks = panels[j]
             for p in range(0, pad, 8):
+                will_write(y1, (r0 + p) * width + first, width, min(8, rows - p), n_columns)
                 tile_8x48(a, p * ld, ld, wp, j * depth * 48, 48, depth, sums, 0, 48, 0)
                 if n_ranks > 0:
                     tile_8x48(s, p * lds + rank0, lds, bp, b0, ldb, n_ranks, sums, 0, 48, 1)
@@ -264,10 +265,17 @@ def _gradient_x(
     before, g, ldg, s, lds, wbp, atp, pad, rows, depth, n_ranks, width, x, r0, dh, h16, ldh, gx, gx1, sums, gated
 ):
     """dh = gy w + dS A, panel by panel; stored for a norm, rounded for a plain input, through the gate behind one."""
-    wide = (width + 47) // 48 * 48
+    wide, x1 = (width + 47) // 48 * 48, x.reshape(-1)
     for j in range(0, width, 48):
         n_columns = min(48, width - j)
         for p in range(0, pad, 8):
+            if before == GATED:
+                for side in range(2):
+                    at = (r0 + p) * 2 * width + side * width + j
+                    will_read(x1, at, 2 * width, min(8, rows - p), n_columns)
+                    will_write(gx1, at, 2 * width, min(8, rows - p), n_columns)
+            elif before == PLAIN:
+                will_write(gx1, (r0 + p) * width + j, width, min(8, rows - p), n_columns)
             tile_8x48(g, p * ldg, ldg, wbp, j * depth, 48, depth, sums, 0, 48, 0)
             if n_ranks > 0:
                 tile_8x48(s, p * lds, lds, atp, j, wide, n_ranks, sums, 0, 48, 1)
