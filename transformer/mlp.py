@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from peft_core import ops
 from peft_core.nn import Module, project
@@ -11,10 +10,9 @@ from peft_core.tensor import Tensor
 from transformer.config import ModelConfig
 from transformer.layers import shaped_linear
 
+GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")  # project makes these itself
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": ops.gelu,
-    "gelu_new": partial(ops.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(ops.gelu, approximate="tanh"),
     "relu": ops.relu,
     "silu": ops.silu,
 }
@@ -37,6 +35,6 @@ class MLP(Module):
         """x (N, D), the residual stream -> x + mlp(norm(x))."""
         up, down = [getattr(self, name) for name in self.stack.mlp_in], getattr(self, self.stack.mlp_out)
         h = project(x, *up, norm=norm)  # (N, F), gated (N, 2 F)
-        if len(up) == 2:
-            return project(h, down, gated=True, residual=x)
+        if len(up) == 2 or self.activation in GELU_TANH:
+            return project(h, down, activation="swiglu" if len(up) == 2 else "gelu_tanh", residual=x)
         return project(ACTIVATIONS[self.activation](h), down, residual=x)

@@ -8,38 +8,50 @@ from .. import ops
 from ..ops.projection import Layout
 from ..tensor import Tensor
 from .module import Module
-from .norm import RMSNorm
+from .norm import LayerNorm, RMSNorm
 
 
 def project(
-    x: Tensor, *linears: Any, norm: Module | None = None, gated: bool = False, residual: Tensor | None = None
+    x: Tensor,
+    *linears: Any,
+    norm: Module | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """[residual +] the outputs of ``linears`` side by side, for linears that read the same input.
 
     x (..., I) -> (..., sum of O).  Their input is norm(x) if ``norm`` is given, silu(gate) * up with x = [gate, up]
-    if ``gated``, else x.  Fused into one op where every linear says what it is made of: ``linear.parts()`` gives
-    (weight, bias, ((a, b, scale), ...)), or None when it cannot say it so (dropout).  Else each is called in turn.
+    for "swiglu", gelu(x) by the hyperbolic tangent for "gelu_tanh", else x.  Fused into one op where every linear says
+    what it is made of: ``linear.parts()`` gives (weight, bias, ((a, b, scale), ...)), or None when it cannot say it so
+    (dropout).  Else each is called in turn.
     """
-    if norm is not None and type(norm) is not RMSNorm:
+    fused = type(norm) is RMSNorm or (type(norm) is LayerNorm and norm.bias is not None)
+    if norm is not None and not fused:
         x, norm = norm(x), None
     stated = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
     parts = [p for p in stated if p is not None]
     if len(parts) < len(stated):
-        return _composed(x, linears, norm, gated, residual)
+        return _composed(x, linears, norm, activation, residual)
     layout = Layout(tuple(bias is not None for _, bias, _ in parts), tuple(tuple(s for *_, s in t) for *_, t in parts))
     tensors: list[Tensor] = []
     for weight, bias, terms in parts:
         tensors += [weight] if bias is None else [weight, bias]
         for a, b, _ in terms:
             tensors += [a, b]
-    weight, eps = (norm.weight, norm.eps) if isinstance(norm, RMSNorm) else (None, 0.0)
-    return ops.project(x, residual, weight, *tensors, layout=layout, eps=eps, gated=gated)
+    weight, shift, eps = (None, None, 0.0)
+    if isinstance(norm, RMSNorm | LayerNorm):
+        weight, shift, eps = norm.weight, getattr(norm, "bias", None), norm.eps
+    return ops.project(x, residual, weight, shift, *tensors, layout=layout, eps=eps, activation=activation)
 
 
-def _composed(x: Tensor, linears: tuple, norm: Module | None, gated: bool, residual: Tensor | None) -> Tensor:
+def _composed(
+    x: Tensor, linears: tuple, norm: Module | None, activation: str | None, residual: Tensor | None
+) -> Tensor:
     if norm is not None:
         x = norm(x)
-    if gated:
+    if activation == "gelu_tanh":
+        x = ops.gelu(x, approximate="tanh")
+    if activation == "swiglu":
         half = x.shape[-1] // 2
         x = ops.swiglu(x[..., :half], x[..., half:])
     outputs = [linear(x) for linear in linears]

@@ -95,17 +95,28 @@ def layer_norm(x: Any, w: Any, bias: Any = None, *, eps: float = 1e-5) -> Tensor
     return _layer_norm(x, w, eps=eps) if bias is None else _layer_norm(x, w, bias, eps=eps)
 
 
+def _layer_forward(x: Array, w: Array, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
+    # x (N, D), w and bias (D,) -> y (N, D), mean (N, 1), r (N, 1)
+    mean = x.mean(axis=-1, keepdims=True)
+    centred = x - mean
+    r = 1 / xp_of(x).sqrt((centred * centred).mean(axis=-1, keepdims=True) + x.dtype.type(eps))
+    y = centred * r * w
+    return (y if bias is None else y + bias), mean, r
+
+
+def _layer_backward(g: Array, normal: Array, w: Array, r: Array) -> Array:
+    # gx = r (g w - mean(g w) - normal mean(g w normal)), normal = (x - mean) r      (N, D)
+    gn = g * w
+    gx = gn - gn.mean(axis=-1, keepdims=True) - normal * (gn * normal).mean(axis=-1, keepdims=True)
+    return gx * r
+
+
 @op
 def _layer_norm(x: Array, w: Array, *bias: Array, eps: float, needs: tuple[bool, ...]) -> Any:
     xp, shape, dtype, width = xp_of(x), x.shape, x.dtype, x.shape[-1]
     w_dtype, bias_dtypes = w.dtype, [b.dtype for b in bias]
     wide = widen(x).reshape(-1, width)  # (N, D)
-    mean = wide.mean(axis=-1, keepdims=True)
-    centred = wide - mean
-    r = 1 / xp.sqrt((centred * centred).mean(axis=-1, keepdims=True) + wide.dtype.type(eps))  # (N, 1)
-    y = centred * r * widen(w, dtype)
-    if bias:
-        y = y + widen(bias[0], dtype)
+    y, mean, r = _layer_forward(wide, widen(w, dtype), widen(bias[0], dtype) if bias else None, eps)
     kept = x, mean, r
     if not any(needs[:2]):
         kept = None  # type: ignore[assignment]
@@ -118,9 +129,8 @@ def _layer_norm(x: Array, w: Array, *bias: Array, eps: float, needs: tuple[bool,
             kept_x, mean, r = kept
             normal = (widen(kept_x).reshape(-1, width) - mean) * r  # (N, D)
         if kept_w is not None:
-            gn = g * widen(kept_w, dtype)
-            gx = gn - gn.mean(axis=-1, keepdims=True) - normal * (gn * normal).mean(axis=-1, keepdims=True)
-            gx = into(acc[0], rounded(gx * r, dtype, xp).reshape(shape))
+            gx = _layer_backward(g, normal, widen(kept_w, dtype), r)
+            gx = into(acc[0], rounded(gx, dtype, xp).reshape(shape))
         if needs[1]:
             gw = rounded((g * normal).sum(axis=0), w_dtype, xp)  # (D,)
         return gx, gw, *(rounded(g.sum(axis=0), b, xp) for b in bias_dtypes)

@@ -1,6 +1,6 @@
 """project: several linears with low-rank terms over one input, with what stands before and after them in one op.
 
-    h = x  |  rms_norm(x) * norm  |  silu(gate) * up with x = [gate, up]
+    h = x  |  rms_norm(x) * norm  |  layer_norm(x) * norm + shift  |  silu(gate) * up, x = [gate, up]  |  gelu(x)
     y = [residual +] concatenation over m of (h w_m^T + bias_m + sum over terms of scale (h a^T) b^T)
 
 This is where a transformer's time goes. As one op it keeps neither the norm's output, nor silu(gate) * up, nor an input
@@ -21,10 +21,10 @@ from ..blas import product
 from ..dtypes import accumulate_dtype
 from ..tape import op
 from . import projection_fused
-from .activation import _swiglu_backward, _swiglu_forward
+from .activation import _gelu_tanh, _gelu_tanh_backward, _swiglu_backward, _swiglu_forward
 from .common import into, rounded, widen
 from .linear import factor, product_dtype
-from .norm import _rms_backward, _rms_forward
+from .norm import _layer_backward, _layer_forward, _rms_backward, _rms_forward
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,18 @@ class Gated(Plain):
         return xp_of(x).concatenate([g.reshape(gate.shape) for g in halves], axis=1)
 
 
+class Gelu(Plain):
+    """h = gelu(x), by the hyperbolic tangent."""
+
+    def forward(self, x: Array) -> Array:
+        """x (N, I) -> h (N, I)."""
+        return _gelu_tanh(x)[0]
+
+    def backward(self, gh: Array, x: Array) -> Array:
+        """gh (N, I) -> gx."""
+        return _gelu_tanh_backward(gh, x)[0]
+
+
 class Norm(Plain):
     """h = x / rms(x) * w.  Keeps one float a row."""
 
@@ -102,35 +114,98 @@ class Norm(Plain):
         """gh (N, I) -> gx."""
         return _rms_backward(gh, x, widen(self.w, x.dtype), self.r)[0]
 
+    def own(self, gh: Array, x: Array) -> tuple[Array, Array | None]:
+        """The gradients of w and of what is added, (I,)."""
+        return (gh * x * self.r[:, None]).sum(axis=0), None
+
+
+class LayerNorm(Norm):
+    """h = (x - mean(x)) / std(x) * w + shift.  Keeps two floats a row."""
+
+    def __init__(self, w: Array, shift: Array, eps: float) -> None:
+        super().__init__(w, eps)
+        self.shift = shift
+
+    def forward(self, x: Array) -> Array:
+        """x (N, I) -> h (N, I)."""
+        h, self.mean, self.r = _layer_forward(x, widen(self.w, x.dtype), widen(self.shift, x.dtype), self.eps)
+        return h
+
+    def backward(self, gh: Array, x: Array) -> Array:
+        """gh (N, I) -> gx."""
+        return _layer_backward(gh, (x - self.mean) * self.r, widen(self.w, x.dtype), self.r)
+
+    def own(self, gh: Array, x: Array) -> tuple[Array, Array | None]:
+        """The gradients of w and shift, (I,)."""
+        return (gh * (x - self.mean) * self.r).sum(axis=0), gh.sum(axis=0)
+
+
+ACTIVATIONS: dict[str | None, type[Plain]] = {None: Plain, "swiglu": Gated, "gelu_tanh": Gelu}
+
 
 @op
 def project(
     x: Array,
     residual: Array | None,
     norm: Array | None,
+    shift: Array | None,
     *tensors: Array,
     layout: Layout,
     eps: float = 1e-5,
-    gated: bool = False,
+    activation: str | None = None,
     needs: tuple[bool, ...],
 ) -> Any:
-    """See the module.  x (..., I) or (..., 2 I) if ``gated``, residual (..., O), norm (I,) -> y (..., O).
+    """See the module.  x (..., I), for "swiglu" (..., 2 I), residual (..., O), norm and shift (I,) -> y (..., O).
 
+    norm alone is that of RMSNorm, with ``shift`` that of LayerNorm.  activation: None, "swiglu" or "gelu_tanh".
     y has the residual's dtype if there is one, else that of products.  Retains: x for its own gradient through norm or
-    gate, or where an a or w trains; s = scale h a^T (N, R) where b trains; the weights.
+    activation, or where an a or w trains; s = scale h a^T (N, R) where b trains; the weights.
+    Raises ValueError for shapes that do not fit.
     """
-    group = list(members(tensors, layout, 3))
+    group = list(members(tensors, layout, 4))
+    _check_shapes(x, residual, norm, shift, group, activation)
     dtype = product_dtype(x, group[0].w)
-    if projection_fused.fits(x, norm, gated, group, dtype, needs):
-        y, vjp = projection_fused.run(x.reshape(-1, x.shape[-1]), residual, norm, eps, gated, group, dtype, needs)
+    before = projection_fused.Before(norm, shift, eps, activation)
+    if projection_fused.fits(x, before, group, dtype, needs):
+        y, vjp = projection_fused.run(x.reshape(-1, x.shape[-1]), residual, before, group, dtype, needs)
         return y.reshape(*x.shape[:-1], y.shape[1]), vjp
-    before = Norm(norm, eps) if norm is not None else Gated() if gated else Plain()
-    run = _Projection(before, group, dtype, needs)
+    run = _Projection(_before(norm, shift, eps, activation), group, dtype, needs)
     y = run.forward(x.reshape(-1, x.shape[-1]))  # (N, O)
     shape = (*x.shape[:-1], y.shape[1])
     if residual is not None:
         y = rounded(y.reshape(shape) + residual, residual.dtype, xp_of(x))
     return rounded(y, dtype if residual is None else residual.dtype, xp_of(x)).reshape(shape), run.backward
+
+
+def _before(norm: Array | None, shift: Array | None, eps: float, activation: str | None) -> Plain:
+    if norm is None:
+        return ACTIVATIONS[activation]()
+    return Norm(norm, eps) if shift is None else LayerNorm(norm, shift, eps)
+
+
+def _check_shapes(
+    x: Array, residual: Array | None, norm: Array | None, shift: Array | None, group: list[Member], activation: Any
+) -> None:
+    if activation not in ACTIVATIONS or (norm is not None and activation) or (norm is None and shift is not None):
+        behind = " behind a norm" if norm is not None else ""
+        raise ValueError(
+            f"project with activation = {activation!r}{behind}, norm {norm is not None} and shift {shift is not None}; "
+            "expected a norm, with or without a shift, or an activation of None, 'swiglu' or 'gelu_tanh'."
+        )
+    width, total = group[0].w.shape[-1], group[-1].columns.stop
+    wrong = [f"{name} {array.shape}, expected {shape}" for name, array, shape in (
+        ("x", x, (*x.shape[:-1], width * (2 if activation == "swiglu" else 1))),
+        ("norm", norm, (width,)), ("shift", shift, (width,)), ("residual", residual, (*x.shape[:-1], total)),
+    ) if array is not None and array.shape != shape]  # fmt: skip
+    for m in group:
+        n_out = len(m.w)
+        sizes = [("w", m.w, (n_out, width)), ("bias", m.bias, (n_out,))]
+        for a, b, *_ in m.terms:
+            sizes += [("a", a, (len(a), width)), ("b", b, (n_out, len(a)))]
+        wrong += [f"{name} {array.shape}, expected {shape}" for name, array, shape in sizes
+                  if array is not None and array.shape != shape]  # fmt: skip
+    if wrong:
+        raise ValueError(f"project of x {x.shape} by {len(group)} linears got {'; '.join(wrong)}.")
 
 
 class _Projection:
@@ -160,7 +235,7 @@ class _Projection:
                 self.s.append(s if self.needs[at + 1] else None)
             if m.bias is not None:
                 part += factor(m.bias, self.dtype)
-        if self.wants_h or self.needs[2] or (self.needs[0] and type(self.before) is not Plain):
+        if self.wants_h or any(self.needs[2:4]) or (self.needs[0] and type(self.before) is not Plain):
             self.x = x
         self.x_shape, self.x_dtype = x.shape, x.dtype
         return y
@@ -170,7 +245,7 @@ class _Projection:
         xp, out = xp_of(gy), [None] * len(self.needs)
         g = factor(gy, self.dtype).reshape(-1, gy.shape[-1])  # (N, O)
         h = self._h(self.x) if self.wants_h else None
-        below = self.needs[0] or self.needs[2]
+        below = self.needs[0] or any(self.needs[2:4])
         gh: Array = None
         for i, m in enumerate(self.group):
             gm = g[:, m.columns]  # (N, O_m)
@@ -207,8 +282,10 @@ class _Projection:
 
     def _below(self, gh: Array, lead: tuple[int, ...], acc: list, out: list) -> None:
         xp, x = xp_of(gh), None if self.x is None else widen(self.x, self.wide)
-        if self.needs[2] and isinstance(self.before, Norm):
-            out[2] = rounded((gh * x * self.before.r[:, None]).sum(axis=0), self.before.w.dtype, xp)
+        if any(self.needs[2:4]) and isinstance(self.before, Norm):
+            for at, g in zip((2, 3), self.before.own(gh, x), strict=True):
+                if self.needs[at]:
+                    out[at] = rounded(g, self.before.w.dtype, xp)
         if self.needs[0]:
             gx = rounded(self.before.backward(gh, x), self.x_dtype, xp)
             out[0] = into(acc[0], gx.reshape(*lead, self.x_shape[-1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from .projection_ranks import PANEL, Ranks, ranks_of
 if TYPE_CHECKING:
     from .projection import Member
 
+PLAIN, NORM, LAYER, GATED, GELU = range(5)  # what stands before the products, in the kernels
+NORMS = NORM, LAYER
 _CACHED = 288 << 10  # bytes of a block's widest operand: it stays in the second-level cache beside a panel
 
 
@@ -30,7 +32,39 @@ def _block(width: int, dtype: Any) -> int:
 # ------------------------------------------------------------------------------------------------ the calls
 
 
-def fits(x: Array, norm: Array | None, gated: bool, group: list[Member], dtype: Any, needs: tuple[bool, ...]) -> bool:
+class Before(NamedTuple):
+    """What stands before the products, as ``project`` was called."""
+
+    norm: Array | None
+    shift: Array | None
+    eps: float
+    activation: str | None
+
+    def kind(self) -> int:
+        """Its number in the kernels."""
+        if self.norm is not None:
+            return NORM if self.shift is None else LAYER
+        return {None: PLAIN, "swiglu": GATED, "gelu_tanh": GELU}[self.activation]
+
+
+class NormArrays(NamedTuple):
+    """A norm's weights (I,), zeros without one; a LayerNorm's shift (I,); what backward needs of each row (N,)."""
+
+    w: Array
+    shift: Array
+    r: Array
+    mean: Array
+
+    @staticmethod
+    def of(before: Before, width: int, n_rows: int) -> NormArrays:
+        """float32, empty where the norm has no such part."""
+        w = np.zeros(width, np.float32) if before.norm is None else np.ascontiguousarray(before.norm, np.float32)
+        shift = np.zeros(0, np.float32) if before.shift is None else np.ascontiguousarray(before.shift, np.float32)
+        r = np.empty(n_rows if before.norm is not None else 0, np.float32)
+        return NormArrays(w, shift, r, np.empty(n_rows if len(shift) else 0, np.float32))
+
+
+def fits(x: Array, before: Before, group: list[Member], dtype: Any, needs: tuple[bool, ...]) -> bool:
     """True where the kernels compute this call: frozen read-only weights, a CPU whose tiles compute in ``dtype``."""
     width = group[0].w.shape[1]
     even = dtype != bfloat16 or (width % 2 == 0 and all(len(m.w) % 2 == 0 for m in group))
@@ -41,26 +75,24 @@ def fits(x: Array, norm: Array | None, gated: bool, group: list[Member], dtype: 
         and all(m.bias is None or not needs[m.w_at + 1] for m in group)
         and even
         and x.size > 0
-        and not needs[2]
-        and (x.dtype == float32 or (norm is None and x.dtype == bfloat16))
+        and not any(needs[2:4])
+        and (x.dtype == float32 or (before.norm is None and x.dtype == bfloat16))
     )
 
 
 def run(
-    x: Array, residual: Array | None, norm: Array | None, eps: float, gated: bool, group: list[Member], dtype: Any,
-    needs: tuple[bool, ...],
-) -> tuple[Array, Callable]:  # fmt: skip
+    x: Array, residual: Array | None, before: Before, group: list[Member], dtype: Any, needs: tuple[bool, ...]
+) -> tuple[Array, Callable]:
     """(y, vjp) of ops.project.   x (N, I), float32 before a norm."""
     from . import projection_tiles as kernels
 
-    before = kernels.NORM if norm is not None else kernels.GATED if gated else kernels.PLAIN
+    kind, normed = before.kind(), before.norm is not None
     weights, width = tuple(m.w for m in group), group[0].w.shape[1]
     ranks, n_rows, n_out = ranks_of(group, width, dtype), len(x), sum(map(len, weights))
-    rows = np.ascontiguousarray(x) if norm is not None else elements(x, dtype)
+    rows = np.ascontiguousarray(x) if normed else elements(x, dtype)
     places = ranks.places
     n_rank = places.n_rank
-    scale_w = np.zeros(width, np.float32) if norm is None else np.ascontiguousarray(norm, np.float32)
-    r = np.empty(n_rows if norm is not None else 0, np.float32)
+    norm = NormArrays.of(before, width, n_rows)
     bias = np.zeros(0, np.float32)
     if any(m.bias is not None for m in group):
         bias = np.concatenate([np.zeros(len(m.w), "f4") if m.bias is None else m.bias.astype("f4") for m in group])
@@ -76,13 +108,13 @@ def run(
     size = block * (width + n_rank + 32) + 8 * PANEL
     with workspace:
         scratch = workspace.get("scratch", get_num_threads(), size, dtype=words(dtype))
-        run_kernel(kernels.forward, before, rows, scale_w, eps, r, packed_forward(*weights, dtype=dtype), places.panels,
+        run_kernel(kernels.forward, kind, rows, *norm, before.eps, packed_forward(*weights, dtype=dtype), places.panels,
                    ap, bp, places.scale, bias, under, y, s, scratch, block)  # fmt: skip
     result = y.view(dtype) if residual is None else y.astype(residual.dtype, copy=False)
     wants_a = any(needs[at] for m in group for *_, at in m.terms)
     wants_b = any(needs[at + 1] for m in group for *_, at in m.terms)
-    kept = rows if wants_a or (needs[0] and before != kernels.PLAIN) else np.zeros((0, rows.shape[1]), rows.dtype)
-    call = _Backward(before, weights, ranks, group, kept, x.dtype, dtype, scale_w, r, s if wants_b else s[:0], needs)
+    kept = rows if wants_a or (needs[0] and kind != PLAIN) else np.zeros((0, rows.shape[1]), rows.dtype)
+    call = _Backward(kind, weights, ranks, group, kept, x.dtype, dtype, norm, s if wants_b else s[:0], needs)
     del rows, y, under, x
     return result, call
 
@@ -90,11 +122,10 @@ def run(
 class _Backward:
     """The vjp of one call, with what it keeps: x where it is wanted, s (N, R), one float a row for a norm."""
 
-    def __init__(self, before: int, weights: tuple[Array, ...], ranks: Ranks, group: list[Member], x: Array,
-                 x_dtype: Any, dtype: Any, norm: Array, r: Array, s: Array,
-                 needs: tuple[bool, ...]) -> None:  # fmt: skip
-        self.before, self.weights, self.ranks, self.group, self.needs = before, weights, ranks, group, needs
-        self.x, self.x_dtype, self.dtype, self.norm, self.r, self.s = x, x_dtype, dtype, norm, r, s
+    def __init__(self, kind: int, weights: tuple[Array, ...], ranks: Ranks, group: list[Member], x: Array,
+                 x_dtype: Any, dtype: Any, norm: NormArrays, s: Array, needs: tuple[bool, ...]) -> None:  # fmt: skip
+        self.kind, self.weights, self.ranks, self.group, self.needs = kind, weights, ranks, group, needs
+        self.x, self.x_dtype, self.dtype, self.norm, self.s = x, x_dtype, dtype, norm, s
         terms = [at for m in group for *_, at in m.terms]
         self.wants = any(needs[at] for at in terms), any(needs[at + 1] for at in terms)
 
@@ -102,7 +133,7 @@ class _Backward:
         from . import projection_tiles as kernels
 
         out: list[Array | None] = [None] * len(self.needs)
-        ranks, places, width, n_out = self.ranks, self.ranks.places, len(self.norm), sum(map(len, self.weights))
+        ranks, places, width, n_out = self.ranks, self.ranks.places, len(self.norm.w), sum(map(len, self.weights))
         n_rank = places.n_rank
         wide, block = -(-width // PANEL) * PANEL, _block(max(width, n_out), self.dtype)
         g = np.ascontiguousarray(gy).reshape(-1, n_out)
@@ -117,11 +148,11 @@ class _Backward:
         x = self.x if len(self.x) else np.zeros((0, width), self.ranks.kind)
         with workspace:
             scratch = workspace.get("scratch", n_threads, size, dtype=words(self.dtype))
-            run_kernel(kernels.backward, self.before, g, x, self.norm, self.r,
-                       packed_backward(*self.weights, dtype=self.dtype), places.mods, atp, btp, places.scale, self.s, gx,
-                       d_a, d_b, scratch, block, wants_b)  # fmt: skip
+            run_kernel(kernels.backward, self.kind, g, x, *self.norm,
+                       packed_backward(*self.weights, dtype=self.dtype), places.mods, atp, btp, places.scale, self.s,
+                       gx, d_a, d_b, scratch, block, wants_b)  # fmt: skip
         if self.needs[0]:
-            gx = gx if self.before == kernels.NORM else gx.view(self.dtype)
+            gx = gx if self.kind in NORMS else gx.view(self.dtype)
             out[0] = self._deliver(gx.reshape(*gy.shape[:-1], gx.shape[1]), acc)
         if self.needs[1]:
             out[1] = gy
@@ -130,16 +161,14 @@ class _Backward:
 
     def _gx(self, n_rows: int, acc: list) -> Array:
         """Where dL/dx goes: onto what has arrived behind a norm, else a new bf16 array; empty if nobody wants it."""
-        from . import projection_tiles as kernels
-
-        width = len(self.norm)
-        if self.before == kernels.NORM:
+        width = len(self.norm.w)
+        if self.kind in NORMS:
             if not self.needs[0]:
                 return np.zeros((0, width), np.float32)
             arrived = acc[0]
             self.adds = arrived is not None and arrived.dtype == float32 and arrived.flags.c_contiguous
             return arrived.reshape(-1, width) if self.adds else np.zeros((n_rows, width), np.float32)
-        width *= 2 if self.before == kernels.GATED else 1
+        width *= 2 if self.kind == GATED else 1
         self.adds = False
         return np.empty((n_rows if self.needs[0] else 0, width), self.ranks.kind)
 

@@ -62,7 +62,7 @@ Sizes = tuple[tuple[int, tuple[tuple[int, float], ...]], ...]  # of each linear:
 
 @functools.lru_cache(maxsize=256)
 def geometry(sizes: Sizes, per: int) -> Geometry:
-    """The places of linears and terms; a word holds ``per`` elements.  A column of zeros is a rank that does nothing."""
+    """The places of linears and terms; a word holds ``per`` elements.  A row of zeros in A is a rank without effect."""
     linears, terms, scale, panels = [], [], [], []
     at = Linear(0, 0, 0, 0, 0, 0, 0, 0)
     for m, (n_out, own) in enumerate(sizes):
@@ -140,8 +140,10 @@ class Ranks:
         last = self.places.linears[-1]
         return last.d_b + last.n_rank * last.wide
 
-    def deliver(self, d_a: Array, d_b: Array, group: list[Member], needs: tuple[bool, ...], acc: list, out: list) -> None:
-        """dA and dB of each term, from the threads' sums d_a (T, R I padded; T, 0 if unwanted) and d_b, into ``out``."""
+    def deliver(
+        self, d_a: Array, d_b: Array, group: list[Member], needs: tuple[bool, ...], acc: list, out: list
+    ) -> None:
+        """dA and dB of each term into ``out``, from the threads' sums d_a (T, R I padded, or T, 0) and d_b (T, ...)."""
         from . import projection_ranks_tiles as kernels
 
         wide = -(-self.width // PANEL) * PANEL

@@ -1,16 +1,14 @@
-"""Kernels of ``projection_ranks.py``, called on one thread: what they move is small.  Imported inside functions only."""
+"""Kernels of ``projection_ranks.py``, called on one thread: they move little.  Imported inside functions only."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import numpy as np
-
-from ..tile_parts import elements, kernel, pair_rows, per, put
+from ..tile_parts import kernel, pair_rows, put
 
 
 @kernel
 def gather(t, T, a, b, row, rank, a_out, b_out):
-    """a (n, I) into the rows of a_out (R, I) from ``row``, b (O, n) into the columns of b_out (O, R_m) from ``rank``."""
+    """a (n, I) into a_out (R, I) from row ``row``, b (O, n) into b_out (O, R_m) from column ``rank``, as elements."""
     for i in range(len(a)):
         source, out = a[i], a_out[row + i]
         for k in range(len(source)):
@@ -27,7 +25,7 @@ def gather(t, T, a, b, row, rank, a_out, b_out):
 
 @kernel
 def pair(t, T, rows, out, at, ld):
-    """The right operand of a product that sums over ``rows`` (R, I), elements: R in words, ``ld`` apart, from out[at]."""
+    """From out[at], ``ld`` apart: elements ``rows`` (R, I) as the right operand of a product that sums over R."""
     n, width = rows.shape
     pair_rows(rows.reshape(-1), width, n, width, out[at:], ld)
 

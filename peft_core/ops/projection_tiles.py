@@ -14,47 +14,21 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from ..tile_parts import INLINE, elements, exp, get, kernel, pair_rows, per, put, will_read, will_write
-from ..tiles import round16, tile_8x16, tile_8x48
-
-PLAIN, NORM, GATED = 0, 1, 2
-_ROWS, _COLUMNS = 8, 48  # of the tile
-_ONE = np.float32(1)
-
-# ------------------------------------------------------------------------------------------------ rows in
-
-
-@njit(**INLINE)
-def _inverse_rms(row, eps):
-    total = np.float32(0)
-    for k in range(len(row)):
-        total += row[k] * row[k]
-    return np.float32(1.0 / np.sqrt(np.float64(total) / len(row) + eps))  # float64: fast-math makes NaN of 1/sqrt(inf)
-
-
-@njit(**INLINE)
-def _norm_row(row, w, r, out):
-    for k in range(len(row)):
-        put(out, k, row[k] * r * w[k])
-
-
-@njit(**INLINE)
-def _gate_row(gate, up, out):
-    for k in range(len(gate)):
-        g = get(gate, k)
-        put(out, k, g / (_ONE + exp(-g)) * get(up, k))
-
-
-@njit(**INLINE)
-def _round_row(row, out):
-    for k in range(len(row)):
-        put(out, k, row[k])
-
-
-@njit(**INLINE)
-def _copy_row(row, out):
-    for k in range(len(row)):
-        out[k] = row[k]
+from ..tile_parts import INLINE, elements, kernel, pair_rows, per, put, will_read, will_write
+from ..tiles import tile_8x16, tile_8x48
+from .projection_fused import GATED, GELU, LAYER, NORM, PLAIN
+from .projection_rows_tiles import (
+    copy_row,
+    gate_back,
+    gate_out,
+    gelu_back,
+    gelu_out,
+    norm_back,
+    round48,
+    round_row,
+    rows_again,
+    rows_in,
+)  # fmt: skip
 
 
 @njit(**INLINE)
@@ -66,60 +40,12 @@ def _sum_over_rows(left, ldl, at, n_rows, right, ldr, first, columns, depth, out
 
 
 @njit(**INLINE)
-def _round48(src, s0, dst, d0):
-    round16(src, s0, dst, d0)
-    round16(src, s0 + 16, dst, d0 + 16)
-    round16(src, s0 + 32, dst, d0 + 32)
-
-
-@njit(**INLINE)
-def _gate_backward(gate, up, d, out):
-    """From d = dL/dh: h once more for dA, and both gradients.  One array out: LLVM gives up on more to tell apart."""
-    for c in range(len(gate)):
-        g, u = get(gate, c), get(up, c)
-        s = _ONE / (_ONE + exp(-g))
-        silu = g * s
-        out[c] = silu * u
-        out[48 + c] = d[c] * u * s * (_ONE + g * (_ONE - s))
-        out[96 + c] = d[c] * silu
-
-
-@njit(**INLINE)
-def _gate_out(part, n_columns, h16, at, gx, gx1, n, j, width):
-    if n_columns == 48:
-        _round48(part, 0, h16, at)
-        _round48(part, 48, gx1, n * 2 * width + j)
-        _round48(part, 96, gx1, n * 2 * width + width + j)
-    else:
-        _round_row(part[:n_columns], h16[at : at + n_columns])
-        _round_row(part[48 : 48 + n_columns], gx[n, j : j + n_columns])
-        _round_row(part[96 : 96 + n_columns], gx[n, width + j : width + j + n_columns])
-
-
-@njit(**INLINE)
 def _add48(y, residual, sums):
     for c in range(len(sums)):
         y[c] = residual[c] + sums[c]
 
 
 # ------------------------------------------------------------------------------------------------ forward
-
-
-@njit(**INLINE)
-def _rows_in(before, x, norm, eps, r, r0, rows, pad, a16, ld):
-    """A block of h as elements.  Branches for another dtype of x are compiled too, and never taken."""
-    half = x.shape[1] // 2
-    for i in range(rows):
-        row, out = x[r0 + i], a16[i * ld : i * ld + ld]
-        if before == NORM:
-            r[r0 + i] = _inverse_rms(row, eps)
-            _norm_row(row, norm, r[r0 + i], out)
-        elif before == GATED:
-            _gate_row(row[:half], row[half:], out)
-        else:
-            _copy_row(row, out)
-    for i in range(rows, pad):
-        a16[i * ld : i * ld + ld] = 0
 
 
 @njit(**INLINE)
@@ -143,14 +69,19 @@ def _rows_out(sums, rows, first, n_columns, residual, has_residual, y, y1, n):
             _add48(y[n + i, first : first + n_columns], residual[n + i, first : first + n_columns],
                    sums[i * 48 : i * 48 + n_columns])  # fmt: skip
         elif n_columns == 48:
-            _round48(sums, i * 48, y1, (n + i) * width + first)
+            round48(sums, i * 48, y1, (n + i) * width + first)
         else:
-            _round_row(sums[i * 48 : i * 48 + n_columns], y[n + i, first : first + n_columns])
+            round_row(sums[i * 48 : i * 48 + n_columns], y[n + i, first : first + n_columns])
 
 
 @kernel
-def forward(t, T, before, x, norm, eps, r, wp, panels, ap, bp, scale, bias, residual, y, s_out, scratch, block):
-    """y (N, O) = [residual +] h w^T + s b^T + bias, and s (N, R); r (N,) for a norm.  bias is empty or (O,)."""
+def forward(
+    t, T, before, x, norm, shift, r, mean, eps, wp, panels, ap, bp, scale, bias, residual, y, s_out, scratch, block
+):
+    """y (N, O) = [residual +] h w^T + s b^T + bias, and s (N, R).  bias is empty or (O,).
+
+    norm, shift, r, mean: see projection_fused.NormArrays.
+    """
     n_rows, step, n_rank, y1, width = len(x), per(wp), len(scale), y.reshape(-1), y.shape[1]
     depth = len(norm) // step
     ld, lds = depth + 16, n_rank // step + 16  # never a power of two: rows would share cache sets
@@ -164,10 +95,10 @@ def forward(t, T, before, x, norm, eps, r, wp, panels, ap, bp, scale, bias, resi
     for r0 in range(start, end, block):
         rows = min(block, end - r0)
         pad = (rows + 7) // 8 * 8
-        _rows_in(before, x, norm, eps, r, r0, rows, pad, a16, step * ld)
+        rows_in(before, x, norm, shift, r, mean, eps, r0, rows, pad, a16, step * ld)
         _low_rank_rows(a, ld, ap, depth, scale, pad, s16, step * lds, sums)
         for i in range(rows):
-            _copy_row(s16[i * step * lds : i * step * lds + n_rank], s_out[r0 + i])
+            copy_row(s16[i * step * lds : i * step * lds + n_rank], s_out[r0 + i])
         for j in range(j0, j1):
             first, n_columns, b0, ldb, rank0, n_ranks = panels[j]
             for p in range(0, pad, 8):
@@ -190,9 +121,9 @@ def _gradient_rows(gy, r0, rows, pad, g16, ld):
     """A block of gy as elements."""
     for i in range(rows):
         if gy.itemsize == 4:
-            _round_row(gy[r0 + i], g16[i * ld : i * ld + ld])
+            round_row(gy[r0 + i], g16[i * ld : i * ld + ld])
         else:
-            _copy_row(gy[r0 + i], g16[i * ld : i * ld + ld])
+            copy_row(gy[r0 + i], g16[i * ld : i * ld + ld])
     for i in range(rows, pad):
         g16[i * ld : i * ld + ld] = 0
 
@@ -230,41 +161,10 @@ def _gradient_b(f, ldf, mods, inter, ldi, depth, d_b):
 
 
 @njit(**INLINE)
-def _norm_backward(dh, lddh, x, norm, r, r0, rows, gx):
-    width = x.shape[1]
-    for i in range(rows):
-        d, row, scale, to = dh[i * lddh : i * lddh + width], x[r0 + i], r[r0 + i], gx[r0 + i]
-        inner = np.float32(0)
-        for k in range(width):
-            inner += d[k] * norm[k] * row[k]
-        inner *= scale * scale * scale / np.float32(width)
-        for k in range(width):
-            d[k] = d[k] * norm[k] * scale - row[k] * inner
-        for k in range(width):  # a loop of its own: fused, the sum would be rounded otherwise than one made elsewhere
-            to[k] += d[k]
-
-
-@njit(**INLINE)
-def _input_rows(before, x, norm, r, r0, rows, pad, h16, ld, wants_x):
-    """h once more, for dA; behind a gate it comes with the gate's gradient, where that is wanted."""
-    half = x.shape[1] // 2
-    for i in range(rows):
-        out = h16[i * ld : i * ld + ld]
-        if before == NORM:
-            _norm_row(x[r0 + i], norm, r[r0 + i], out)
-        elif before == PLAIN:
-            _copy_row(x[r0 + i], out)
-        elif not wants_x:
-            _gate_row(x[r0 + i, :half], x[r0 + i, half:], out)
-    for i in range(rows, pad):
-        h16[i * ld : i * ld + ld] = 0
-
-
-@njit(**INLINE)
 def _gradient_x(
     before, g, ldg, s, lds, wbp, atp, pad, rows, depth, n_ranks, width, x, r0, dh, h16, ldh, gx, gx1, sums, gated
 ):
-    """dh = gy w + dS A, panel by panel; stored for a norm, rounded for a plain input, through the gate behind one."""
+    """dh = gy w + dS A, panel by panel: stored for a norm, rounded for a plain input, else through the activation."""
     wide, x1 = (width + 47) // 48 * 48, x.reshape(-1)
     for j in range(0, width, 48):
         n_columns = min(48, width - j)
@@ -274,28 +174,35 @@ def _gradient_x(
                     at = (r0 + p) * 2 * width + side * width + j
                     will_read(x1, at, 2 * width, min(8, rows - p), n_columns)
                     will_write(gx1, at, 2 * width, min(8, rows - p), n_columns)
-            elif before == PLAIN:
+            elif before in (PLAIN, GELU):
                 will_write(gx1, (r0 + p) * width + j, width, min(8, rows - p), n_columns)
+                if before == GELU:
+                    will_read(x1, (r0 + p) * width + j, width, min(8, rows - p), n_columns)
             tile_8x48(g, p * ldg, ldg, wbp, j * depth, 48, depth, sums, 0, 48, 0)
             if n_ranks > 0:
                 tile_8x48(s, p * lds, lds, atp, j, wide, n_ranks, sums, 0, 48, 1)
             for i in range(min(8, rows - p)):
                 part, n = sums[i * 48 : i * 48 + n_columns], r0 + p + i
-                if before == NORM:
+                if before in (NORM, LAYER):
                     to = dh[(p + i) * wide + j : (p + i) * wide + j + n_columns]
                     for c in range(n_columns):
                         to[c] = part[c]
                 elif before == GATED:
-                    _gate_backward(x[n, j : j + n_columns], x[n, width + j : width + j + n_columns], part, gated)
-                    _gate_out(gated, n_columns, h16, (p + i) * ldh + j, gx, gx1, n, j, width)
+                    gate_back(x[n, j : j + n_columns], x[n, width + j : width + j + n_columns], part, gated)
+                    gate_out(gated, n_columns, h16, (p + i) * ldh + j, gx, gx1, n, j, width)
+                elif before == GELU:
+                    gelu_back(x[n, j : j + n_columns], part, gated)
+                    gelu_out(gated, n_columns, h16, (p + i) * ldh + j, gx, gx1, n, j, width)
                 elif n_columns == 48:
-                    _round48(sums, i * 48, gx1, n * width + j)
+                    round48(sums, i * 48, gx1, n * width + j)
                 else:
-                    _round_row(part, gx[n, j : j + n_columns])
+                    round_row(part, gx[n, j : j + n_columns])
 
 
 @kernel
-def backward(t, T, before, gy, x, norm, r, wbp, mods, atp, btp, scale, s_in, gx, d_a, d_b, scratch, block, wants_b):
+def backward(
+    t, T, before, gy, x, norm, shift, r, mean, wbp, mods, atp, btp, scale, s_in, gx, d_a, d_b, scratch, block, wants_b
+):
     """gx as x (added to for a norm; empty if nobody wants it), and this thread's dA (R, I) and dB^T, zeroed here."""
     n_rows, width, n_rank, n_out = len(gy), len(norm), len(scale), gy.shape[1]
     step = per(wbp)
@@ -324,7 +231,7 @@ def backward(t, T, before, gy, x, norm, r, wbp, mods, atp, btp, scale, s_in, gx,
             pair_rows(g16, step * ldg, pad, n_out, inter, ldi)
             _turn(s_in[r0 : r0 + rows].reshape(-1), n_rank, rows, pad, n_rank, t16, step * ldt)
             _gradient_b(turned, ldt, mods, inter, ldi, pad // step, d_b[t])
-        _input_rows(before, x, norm, r, r0, rows, pad, h16, step * ldh, len(gx) > 0)
+        rows_again(before, x, norm, shift, r, mean, r0, rows, pad, h16, step * ldh, len(gx) > 0)
         if len(gx) > 0:
             _gradient_x(before, g, ldg, s, lds, wbp, atp, pad, rows, n_out // step, n_rank // step, width, x, r0,
                         dh, h16, step * ldh, gx, gx1, sums, gated)  # fmt: skip
@@ -332,5 +239,5 @@ def backward(t, T, before, gy, x, norm, r, wbp, mods, atp, btp, scale, s_in, gx,
             pair_rows(h16, step * ldh, pad, width, inter, ldi)
             _turn(s16, step * lds, rows, pad, n_rank, t16, step * ldt)
             _sum_over_rows(turned, ldt, 0, n_rank, inter, ldi, 0, width, pad // step, d_a[t], 0, wide)
-        if before == NORM and len(gx) > 0:
-            _norm_backward(dh, wide, x, norm, r, r0, rows, gx)
+        if before in (NORM, LAYER) and len(gx) > 0:
+            norm_back(before, dh, wide, x, norm, r, mean, r0, rows, gx)

@@ -18,17 +18,21 @@ DTYPES = [pytest.param("bfloat16", marks=needs_tiles), pytest.param("float32", m
 LIMITS = {"bfloat16": 8e-3, "float32": 5e-6}
 
 
-def before_products(x: np.ndarray, norm: np.ndarray | None, gated: bool, eps: float) -> np.ndarray:
+def before_products(x: np.ndarray, norm: Any, shift: Any, activation: str | None, eps: float) -> np.ndarray:
+    if shift is not None:
+        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * norm + shift
     if norm is not None:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * norm
-    if gated:
+    if activation == "gelu_tanh":
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    if activation == "swiglu":
         gate, up = np.split(x, 2, axis=-1)
         return gate / (1 + np.exp(-gate)) * up
     return x
 
 
-def reference(x, residual, norm, *tensors, layout, eps=1e-5, gated=False) -> np.ndarray:
-    h, flat, outputs = before_products(x, norm, gated, eps), list(tensors), []
+def reference(x, residual, norm, shift, *tensors, layout, eps=1e-5, activation=None) -> np.ndarray:
+    h, flat, outputs = before_products(x, norm, shift, activation, eps), list(tensors), []
     for biased, scales in zip(layout.biased, layout.scales, strict=True):
         y = h @ flat.pop(0).T
         y = y + flat.pop(0) if biased else y
@@ -44,39 +48,44 @@ TWO = Layout((True, False), ((0.5, 2.0), (3.0,)))  # two linears: a bias and two
 SHAPES = [(4, 6), (4,), (2, 6), (4, 2), (3, 6), (4, 3), (5, 6), (2, 6), (5, 2)]
 
 
-def group_inputs(x: tuple, norm: bool, residual: bool) -> Any:
-    shapes = [x, *([(x[0], 9)] if residual else []), *([(6,)] if norm else []), *SHAPES]
+def group_inputs(x: tuple, norm: int, residual: bool) -> Any:
+    shapes = [x, *([(x[0], 9)] if residual else []), *[(6,)] * norm, *SHAPES]
     return lambda rng: [rng.normal(size=s) for s in shapes]
 
 
-def call(norm: bool, residual: bool, function: Any) -> Any:
+def call(norm: int, residual: bool, function: Any) -> Any:
     """``function`` as one of the arrays that are there: Case has no place for None."""
 
     def spread(x, *rest, **params):
         rest = list(rest)
         r = rest.pop(0) if residual else None
-        n = rest.pop(0) if norm else None
-        return function(x, r, n, *rest, **params)
+        own = [rest.pop(0) for _ in range(norm)]
+        return function(x, r, *own, *[None] * (2 - norm), *rest, **params)
 
     return spread
 
 
-def row(name: str, *, norm: bool = False, gated: bool = False, residual: bool = False, **more: Any) -> Case:
-    x = (3, 12) if gated else (3, 6)
+def row(name: str, *, norm: int = 0, activation: str | None = None, residual: bool = False, **more: Any) -> Case:
+    """``norm``: 0, 1 (RMSNorm) or 2 (LayerNorm) arrays of a norm."""
+    x = (3, 12) if activation == "swiglu" else (3, 6)
     return Case(name, call(norm, residual, ops.project), group_inputs(x, norm, residual),
-                call(norm, residual, reference), params={"layout": TWO, "gated": gated}, retains=None,
+                call(norm, residual, reference), params={"layout": TWO, "activation": activation}, retains=None,
                 slack=4, **more)  # fmt: skip
 
 
 CASES = [
     row("plain"),
-    row("norm", norm=True),
-    row("gated", gated=True),
+    row("norm", norm=1),
+    row("layer norm", norm=2),
+    row("gated", activation="swiglu"),
+    row("gelu", activation="gelu_tanh"),
     row("residual", residual=True),
-    row("norm residual", norm=True, residual=True),
-    row("gated residual", gated=True, residual=True),
-    row("norm autocast", norm=True, autocast="bfloat16", out="bfloat16", dtypes=("float32",)),
-    row("norm residual autocast", norm=True, residual=True, autocast="bfloat16", out="float32", dtypes=("float32",)),
+    row("norm residual", norm=1, residual=True),
+    row("layer norm residual", norm=2, residual=True),
+    row("gated residual", activation="swiglu", residual=True),
+    row("gelu residual", activation="gelu_tanh", residual=True),
+    row("norm autocast", norm=1, autocast="bfloat16", out="bfloat16", dtypes=("float32",)),
+    row("norm residual autocast", norm=1, residual=True, autocast="bfloat16", out="float32", dtypes=("float32",)),
 ]
 
 
@@ -104,7 +113,7 @@ def test_what_is_retained_is_x_and_s_and_nothing_of_the_width_of_h() -> None:
     tensors, layout = _adapted(rng, 64, [32, 32], [[4], [4]])
     x, norm = Tensor(rng.normal(size=(100, 64)).astype("f4"), True), Tensor(np.ones(64, "f4"))
     with kernels.use_kernels(False):
-        y = ops.project(x, None, norm, *tensors, layout=layout)
+        y = ops.project(x, None, norm, None, *tensors, layout=layout)
     run = y.grad_fn.vjp.__self__
     own = [run.x, run.before.r, *run.s]
     assert run.x.base is x.data or run.x is x.data
@@ -117,7 +126,7 @@ def test_a_frozen_group_over_a_plain_input_retains_no_activation() -> None:
     tensors, layout = _adapted(rng, 64, [32], [[]])
     x = Tensor(rng.normal(size=(100, 64)).astype("f4"), True)
     with kernels.use_kernels(False):
-        y = ops.project(x, None, None, *tensors, layout=layout)
+        y = ops.project(x, None, None, None, *tensors, layout=layout)
     assert y.grad_fn.vjp.__self__.x is None
 
 
@@ -127,10 +136,10 @@ def test_the_kernels_retain_no_more(dtype: str) -> None:
     tensors, layout = _adapted(rng, 64, [32, 32], [[16], [16]])
     x, norm = Tensor(rng.normal(size=(100, 64)).astype("f4"), True), Tensor(np.ones(64, "f4"))
     with autocast(dtype):
-        call = ops.project(x, None, norm, *tensors, layout=layout).grad_fn.vjp
-        bare = ops.project(x, None, None, tensors[0], layout=Layout((False,), ((),))).grad_fn.vjp
-    assert np.shares_memory(call.x, x.data) and call.r.shape == (100,) and call.s.shape == (100, 32)
-    kept = {id(v): v for v in vars(call).values() if isinstance(v, np.ndarray) and v is not call.x}
+        call = ops.project(x, None, norm, None, *tensors, layout=layout).grad_fn.vjp
+        bare = ops.project(x, None, None, None, tensors[0], layout=Layout((False,), ((),))).grad_fn.vjp
+    assert np.shares_memory(call.x, x.data) and call.norm.r.shape == (100,) and call.s.shape == (100, 32)
+    kept = {id(v): v for v in (*vars(call).values(), *call.norm) if isinstance(v, np.ndarray) and v is not call.x}
     assert sum(v.nbytes for v in kept.values()) == 100 * 4 + call.s.nbytes + norm.data.nbytes
     assert len(bare.x) == 0 and len(bare.s) == 0
 
@@ -141,8 +150,8 @@ def test_adapters_that_are_zero_leave_the_base_bit_for_bit() -> None:
     for b in (tensors[2], tensors[5]):
         b.data[...] = 0
     x, norm = rng.normal(size=(10, 64)).astype("f4"), np.ones(64, "f4")
-    with_terms = ops.project(x, None, norm, *tensors, layout=layout)
-    without = ops.project(x, None, norm, tensors[0], tensors[3], layout=Layout((False, False), ((), ())))
+    with_terms = ops.project(x, None, norm, None, *tensors, layout=layout)
+    without = ops.project(x, None, norm, None, tensors[0], tensors[3], layout=Layout((False, False), ((), ())))
     np.testing.assert_array_equal(with_terms.data, without.data)
 
 
@@ -157,28 +166,36 @@ TILES = [  # rows, width, outputs, ranks, what stands before, residual
     (515, 192, [192, 64, 64], [[16]] * 3, "norm", False),
     (205, 96, [48], [[]], "gated", False),
     (99, 48, [98, 98], [[64], [33]], "norm", False),
+    (37, 64, [50, 22], [[4], [16, 3]], "layer", False),
+    (515, 192, [576], [[16]], "layer", False),
+    (13, 34, [50], [[8]], "gelu", True),
+    (205, 96, [48], [[]], "gelu", False),
 ]
-ODD = [(13, 33, [51], [[3]], "gated", True), (21, 63, [1, 7], [[5], []], "norm", False)]  # bf16 pairs up what is even
+ODD = [(13, 33, [51], [[3]], "gated", True), (21, 63, [1, 7], [[5], []], "norm", False),
+       (21, 63, [1, 7], [[5], []], "layer", True), (13, 33, [51], [[3]], "gelu", True)]  # bf16 pairs up what is even
 
 
 class _Example:
     def __init__(self, n, width, outs, ranks, before, residual, dtype="bfloat16", stored=bfloat16) -> None:
         rng, self.dtype = np.random.default_rng(0), as_dtype(dtype)
         x = rng.normal(size=(n, width * (2 if before == "gated" else 1))).astype("f4")
-        self.x = x if before == "norm" else x.astype(self.dtype)
-        self.norm = rng.normal(size=width).astype("f4") if before == "norm" else None
+        if before == "layer":
+            x += 3  # a mean that has to be taken away
+        self.x = x if before in ("norm", "layer") else x.astype(self.dtype)
+        self.norm = rng.normal(size=width).astype("f4") if before in ("norm", "layer") else None
+        self.shift = rng.normal(size=width).astype("f4") if before == "layer" else None
         self.residual = rng.normal(size=(n, sum(outs))).astype("f4") if residual else None
         self.tensors, self.layout = _adapted(rng, width, outs, ranks, stored)
         self.gy = rng.normal(size=(n, sum(outs))).astype("f4" if residual else self.dtype)
-        self.gated = before == "gated"
+        self.activation = {"gated": "swiglu", "gelu": "gelu_tanh"}.get(before)
 
     def run(self, gy=None) -> dict[str, np.ndarray]:
         for t in self.tensors:
             t.grad = None
         x, residual = Tensor(self.x, True), None if self.residual is None else Tensor(self.residual, True)
-        norm = None if self.norm is None else Tensor(self.norm)
+        norm, shift = (None if a is None else Tensor(a) for a in (self.norm, self.shift))
         with autocast(self.dtype):
-            y = ops.project(x, residual, norm, *self.tensors, layout=self.layout, gated=self.gated)
+            y = ops.project(x, residual, norm, shift, *self.tensors, layout=self.layout, activation=self.activation)
         self.vjp = y.grad_fn.vjp
         y.backward(self.gy if gy is None else gy)
         out = {"y": y.data, "x": x._grad} | ({} if residual is None else {"residual": residual._grad})
@@ -191,8 +208,8 @@ class _Example:
             t.data = t.data.astype(self.dtype).astype("f8")
         x = Tensor(self.x.astype("f8"), True)
         residual = None if self.residual is None else Tensor(self.residual.astype("f8"), True)
-        norm = None if self.norm is None else Tensor(self.norm.astype("f8"))
-        y = ops.project(x, residual, norm, *wide, layout=self.layout, gated=self.gated)
+        norm, shift = (None if a is None else Tensor(a.astype("f8")) for a in (self.norm, self.shift))
+        y = ops.project(x, residual, norm, shift, *wide, layout=self.layout, activation=self.activation)
         y.backward(self.gy.astype("f8"))
         out = {"y": y.data, "x": x._grad} | ({} if residual is None else {"residual": residual._grad})
         return out | {f"tensor {i}": t._grad for i, t in enumerate(wide) if t.requires_grad}
@@ -223,7 +240,7 @@ def test_a_float32_input_is_rounded_and_its_gradient_is_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("before", ["norm", "plain", "gated"])
+@pytest.mark.parametrize("before", ["norm", "layer", "plain", "gated", "gelu"])
 def test_nan_comes_out_of_the_kernels(before: str, dtype: str) -> None:
     example = _Example(20, 64, [50], [[4]], before, True, dtype=dtype)
     example.x[3, 5] = np.nan
@@ -265,7 +282,7 @@ def test_what_the_kernels_do_not_compute_takes_the_formula(why: str, monkeypatch
     if why == "off":
         monkeypatch.setenv("PEFT_CORE_TILES", "off")
     with autocast("float64" if why == "float64" else "bfloat16"):
-        y = ops.project(example.x, None, example.norm, *example.tensors, layout=example.layout)
+        y = ops.project(example.x, None, example.norm, None, *example.tensors, layout=example.layout)
     assert isinstance(y.grad_fn.vjp.__self__, projection._Projection)
 
 
