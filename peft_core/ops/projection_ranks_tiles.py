@@ -35,11 +35,11 @@ def cut_a(t, T, sums, at, ld, out):
     """out (n, I) = the sum over threads of the rows from ``at``, ``ld`` apart, of each thread's sums."""
     for i in range(len(out)):
         to, first = out[i], at + i * ld
-        to[:] = sums[0, first : first + len(to)]
+        for k in range(len(to)):
+            to[k] = sums[0, first + k]
         for s in range(1, len(sums)):
-            row = sums[s, first : first + len(to)]
             for k in range(len(to)):
-                to[k] += row[k]
+                to[k] += sums[s, first + k]
 
 
 @kernel
