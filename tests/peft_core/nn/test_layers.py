@@ -128,12 +128,13 @@ class Opaque(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("before", ["plain", "norm", "gated"])
+@pytest.mark.parametrize("before", ["plain", "norm", "layer norm", "swiglu", "gelu_tanh"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_project_calls_what_it_cannot_fuse_one_by_one(before, residual):
-    x, norm = Tensor(draw(5, 8 if before == "gated" else 4), True), nn.RMSNorm(4)
+    x = Tensor(draw(5, 8 if before == "swiglu" else 4), True)
+    norm = {"norm": nn.RMSNorm(4), "layer norm": nn.LayerNorm(4)}.get(before)
     linears, r = [nn.Linear(4, n) for n in (2, 3)], Tensor(draw(5, 5)) if residual else None
-    options = {"norm": norm if before == "norm" else None, "gated": before == "gated", "residual": r}
+    options = {"norm": norm, "activation": before if before in ("swiglu", "gelu_tanh") else None, "residual": r}
     fused = nn.project(x, *linears, **options)
     composed = nn.project(x, linears[0], Opaque(linears[1]), **options)
     assert fused.grad_fn.name == "project" and composed.grad_fn.name != "project"

@@ -171,8 +171,12 @@ TILES = [  # rows, width, outputs, ranks, what stands before, residual
     (13, 34, [50], [[8]], "gelu", True),
     (205, 96, [48], [[]], "gelu", False),
 ]
-ODD = [(13, 33, [51], [[3]], "gated", True), (21, 63, [1, 7], [[5], []], "norm", False),
-       (21, 63, [1, 7], [[5], []], "layer", True), (13, 33, [51], [[3]], "gelu", True)]  # bf16 pairs up what is even
+ODD = [
+    (13, 33, [51], [[3]], "gated", True),
+    (21, 63, [1, 7], [[5], []], "norm", False),
+    (21, 63, [1, 7], [[5], []], "layer", True),
+    (13, 33, [51], [[3]], "gelu", True),
+]  # bf16 pairs up what is even
 
 
 class _Example:
@@ -296,3 +300,51 @@ def test_packed_weights_go_when_the_weights_go() -> None:
     del example
     gc.collect()
     assert len(packing._packed) == before
+
+
+# ------------------------------------------------------------------------------------------------ shapes
+
+
+def _wrong(part: str) -> tuple[_Example, dict[str, Any]]:
+    """An example with one array of another shape."""
+    example = _Example(5, 64, [50, 22], [[4], [3]], "gated" if part == "gate" else "norm", True)
+    if part in ("x", "gate"):
+        example.x = example.x[:, :-2]
+    if part == "norm":
+        example.norm = example.norm[:-1]
+    if part == "residual":
+        example.residual = example.residual[:1]
+    if part == "width":
+        example.tensors[3] = Tensor(np.zeros((22, 62), np.float32))
+    if part == "a":
+        example.tensors[1] = Tensor(np.zeros((4, 62), np.float32), True)
+    if part == "b":
+        example.tensors[2] = Tensor(np.zeros((50, 5), np.float32), True)
+    return example, {"layout": example.layout, "activation": example.activation}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ("x", r"x \(5, 62\), expected \(5, 64\)"),
+        ("gate", r"x \(5, 126\), expected \(5, 128\)"),
+        ("norm", r"norm \(63,\), expected \(64,\)"),
+        ("residual", r"residual \(1, 72\), expected \(5, 72\)"),
+        ("width", r"w \(22, 62\), expected \(22, 64\)"),
+        ("a", r"a \(4, 62\), expected \(4, 64\)"),
+        ("b", r"b \(50, 5\), expected \(50, 4\)"),
+    ],
+)
+def test_shapes_that_do_not_fit(part: str, text: str, enabled: bool) -> None:
+    example, params = _wrong(part)
+    with kernels.use_kernels(enabled), pytest.raises(ValueError, match=text):
+        ops.project(example.x, example.residual, example.norm, None, *example.tensors, **params)
+
+
+@pytest.mark.parametrize(("norm", "shift", "activation"), [(1, 0, "swiglu"), (0, 1, None), (0, 0, "relu")])
+def test_what_cannot_stand_before_the_products(norm: int, shift: int, activation: str | None) -> None:
+    x, w = np.zeros((2, 4), np.float32), np.zeros((3, 4), np.float32)
+    own = [np.ones(4, np.float32) if given else None for given in (norm, shift)]
+    with pytest.raises(ValueError, match="expected a norm, with or without a shift, or an activation of None"):
+        ops.project(x, None, *own, w, layout=Layout((False,), ((),)), activation=activation)
