@@ -47,53 +47,99 @@ def available_cpus() -> int:
     return max(1, cpus)
 
 
+class _Worker:
+    """One thread of a pool.  The locks are bells: a ring too many or one that was missed does no harm, for it is the
+    numbers that say what there is to do and what is done."""
+
+    def __init__(self) -> None:
+        self.go, self.done = threading.Lock(), threading.Lock()
+        self.go.acquire()
+        self.done.acquire()
+        self.number = 0  # of the last job that this worker is through with
+        self.leaves = False
+
+
+def _ring(bell: threading.Lock) -> None:
+    if bell.locked():  # only one thread rings a bell, so it stays locked until the next line
+        bell.release()
+
+
 class _Pool:
-    """``size`` workers; the caller is worker 0, the others are daemon threads that sleep on a lock between calls."""
+    """``size`` workers; the caller is worker 0, the others are daemon threads that sleep on a lock between calls.
+
+    Ctrl-C can arrive between any two steps of ``run``, in a notebook while the next kernel is soon to come: ``run``
+    leaves with it only when no worker computes any more.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._job: tuple = (None, ())
+        self._job: tuple[int, Callable, tuple] | None = None
+        self._number = 0
         self._error: BaseException | None = None
         self._busy = threading.Lock()  # two Python threads may both call a kernel
-        self._go = [threading.Lock() for _ in range(size)]
-        self._done = [threading.Lock() for _ in range(size)]
-        for lock in self._go + self._done:
-            lock.acquire()
-        for t in range(1, size):
-            threading.Thread(target=self._work, args=(t,), daemon=True, name=f"peft_core-{t}").start()
+        self._workers = [_Worker() for _ in range(size - 1)]
+        for t, worker in enumerate(self._workers, 1):
+            threading.Thread(target=self._work, args=(t, worker), daemon=True, name=f"peft_core-{t}").start()
 
-    def _work(self, t: int) -> None:
+    def _work(self, t: int, worker: _Worker) -> None:
         while True:
-            self._go[t].acquire()
-            kernel, args = self._job
-            if kernel is None:
+            worker.go.acquire()
+            job = self._job
+            if worker.leaves:
                 return
+            if job is None or job[0] == worker.number:
+                continue
+            number, kernel, args = job
             try:
                 kernel(t, self.size, *args)
             except BaseException as error:
                 self._error = error
-            del kernel, args  # a worker at rest keeps no array alive
-            self._done[t].release()
+            del job, kernel, args  # a worker at rest keeps no array alive
+            worker.number = number
+            _ring(worker.done)
 
     def run(self, kernel: Callable, args: tuple) -> None:
         with self._busy:
-            self._job, self._error = (kernel, args), None
-            for t in range(1, self.size):
-                self._go[t].release()
+            if self._job is not None:  # a second interrupt cut the wait after the first one short
+                self._come_to_rest()
+            self._number, self._error = self._number + 1, None
+            self._job = self._number, kernel, args
             try:
+                self._call()
                 kernel(0, self.size, *args)
-            finally:
-                for t in range(1, self.size):
-                    self._done[t].acquire()
-                self._job = (None, ())
-        if self._error is not None:
-            raise self._error
+                self._wait()
+            except BaseException:
+                self._come_to_rest()
+                raise
+            self._job = None
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _call(self) -> None:
+        for worker in self._workers:
+            _ring(worker.go)
+
+    def _wait(self) -> None:
+        for worker in self._workers:
+            while worker.number != self._number:
+                worker.done.acquire()
+
+    def _come_to_rest(self) -> None:
+        """Wait for all workers, however often the wait is interrupted."""
+        while self._job is not None:
+            try:
+                self._call()  # who was not called yet is waited for like the others
+                self._wait()
+                self._job = None
+            except BaseException:  # the exception that led here is the one that is raised
+                continue
 
     def close(self) -> None:
         with self._busy:
-            self._job = (None, ())
-            for t in range(1, self.size):
-                self._go[t].release()
+            for worker in self._workers:
+                worker.leaves = True
+                _ring(worker.go)
 
 
 _pool: _Pool | None = None
