@@ -72,14 +72,28 @@ class _Pool:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self._job: tuple[int, Callable, tuple] | None = None
+        self.size = 1
+        self._job: tuple[int, Callable, tuple, int, int] | None = None
         self._number = 0
         self._error: BaseException | None = None
         self._busy = threading.Lock()  # two Python threads may both call a kernel
-        self._workers = [_Worker() for _ in range(size - 1)]
-        for t, worker in enumerate(self._workers, 1):
-            threading.Thread(target=self._work, args=(t, worker), daemon=True, name=f"peft_core-{t}").start()
+        self._workers: list[_Worker] = []
+        self.resize(size)
+
+    def resize(self, size: int) -> None:
+        """Have ``size`` workers as soon as no kernel runs."""
+        with self._busy:
+            if self._job is not None:
+                self._come_to_rest()
+            workers, leaving = self._workers[: size - 1], self._workers[size - 1 :]
+            for t in range(len(workers) + 1, size):
+                workers.append(_Worker())
+                thread = threading.Thread(target=self._work, args=(t, workers[-1]), daemon=True, name=f"peft_core-{t}")
+                thread.start()
+            self._workers, self.size = workers, size
+            for worker in leaving:
+                worker.leaves = True
+                _ring(worker.go)
 
     def _work(self, t: int, worker: _Worker) -> None:
         while True:
@@ -89,24 +103,28 @@ class _Pool:
                 return
             if job is None or job[0] == worker.number:
                 continue
-            number, kernel, args = job
+            number, kernel, args, shares, size = job
             try:
-                kernel(t, self.size, *args)
+                for share in range(t, shares, size):
+                    kernel(share, shares, *args)
             except BaseException as error:
                 self._error = error
             del job, kernel, args  # a worker at rest keeps no array alive
             worker.number = number
             _ring(worker.done)
 
-    def run(self, kernel: Callable, args: tuple) -> None:
+    def run(self, kernel: Callable, args: tuple, shares: int | None = None) -> None:
+        """Run the ``shares`` of a kernel's work, by default as many as there are workers."""
         with self._busy:
             if self._job is not None:  # a second interrupt cut the wait after the first one short
                 self._come_to_rest()
             self._number, self._error = self._number + 1, None
-            self._job = self._number, kernel, args
+            shares = shares or self.size
+            self._job = self._number, kernel, args, shares, self.size
             try:
                 self._call()
-                kernel(0, self.size, *args)
+                for share in range(0, shares, self.size):
+                    kernel(share, shares, *args)
                 self._wait()
             except BaseException:
                 self._come_to_rest()
@@ -135,38 +153,40 @@ class _Pool:
             except BaseException:  # the exception that led here is the one that is raised
                 continue
 
-    def close(self) -> None:
-        with self._busy:
-            for worker in self._workers:
-                worker.leaves = True
-                _ring(worker.go)
-
 
 _pool: _Pool | None = None
 _pool_pid = 0
+_told = threading.local()  # .n: what this Python thread was last told to be the number of threads
 
 
 def _get_pool() -> _Pool:
     global _pool, _pool_pid
     if _pool is None or _pool_pid != os.getpid():  # threads do not survive a fork
-        size = int(os.environ.get("PEFT_CORE_NUM_THREADS") or available_cpus())
-        _pool, _pool_pid = _Pool(max(1, size)), os.getpid()
+        _pool, _pool_pid = _Pool(_threads_at_start()), os.getpid()
     return _pool
+
+
+def _threads_at_start() -> int:
+    text = os.environ.get("PEFT_CORE_NUM_THREADS", "").strip()
+    if not text:
+        return available_cpus()
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"PEFT_CORE_NUM_THREADS is {text!r}; expected a number of threads, at least 1, or nothing.")
+    return int(text)
 
 
 def get_num_threads() -> int:
     """The number of threads that a kernel runs on."""
-    return _get_pool().size
+    _told.n = n = _get_pool().size
+    return n
 
 
 def set_num_threads(n: int) -> None:
     """Run kernels on ``n`` threads from now on.  Raises ValueError for n < 1."""
-    global _pool, _pool_pid
     if n < 1:
         raise ValueError(f"set_num_threads({n}); expected at least 1.")
-    if _pool is not None and _pool_pid == os.getpid():
-        _pool.close()
-    _pool, _pool_pid = _Pool(n), os.getpid()
+    _get_pool().resize(n)
+    _told.n = n
 
 
 _OFF = {"off", "0", "no"}
@@ -204,6 +224,7 @@ def tiles_supported(dtype: Any = bfloat16) -> bool:
 
 @functools.cache
 def _tiles_run(half: bool) -> bool:
+    _get_pool()  # what is wrong with it is not the tiles' fault
     try:
         from llvmlite import binding
 
@@ -227,8 +248,12 @@ def _tiles_run(half: bool) -> bool:
 
 
 def run_kernel(compiled: Callable, *args: Any) -> None:
-    """Run ``compiled(t, T, *args)``, an ``njit(nogil)`` function, on every thread t of the pool's T at once."""
-    _get_pool().run(compiled, args)
+    """Run ``compiled(t, T, *args)``, an ``njit(nogil)`` function, for every share t of T at once.
+
+    T is what this Python thread last heard from ``get_num_threads()``, and so what it made buffers for: another one may
+    have called ``set_num_threads`` since. The pool works on T shares whatever its size is now.
+    """
+    _get_pool().run(compiled, args, getattr(_told, "n", None))
 
 
 class _Kernel:

@@ -1,6 +1,6 @@
 """Frozen weights in the order in which the tile of ``tiles.py`` reads them, packed once and kept with the array.
 
-Only read-only arrays are packed, such as weights mapped from a file: they cannot change (``kept.py`` has the rule). What
+Only read-only arrays are packed, such as weights mapped from a file: they cannot change (the rule: ``kept.py``). What
 was packed lives as long as the array object does. The pages of a mapped file are let go of after packing: the packed
 copy is read from then on, and the system reads the file again should anybody ask.
 """

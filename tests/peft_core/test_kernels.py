@@ -76,7 +76,7 @@ def test_an_error_in_a_worker_reaches_the_caller():
     with pytest.raises(ZeroDivisionError, match="in thread 1"):
         pool.run(fails, ())
     pool.run(lambda t, T: None, ())  # the pool is still alive
-    pool.close()
+    pool.resize(1)
 
 
 def test_a_kernel_that_does_not_compile_falls_back_with_one_line(capsys):

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 
+import numpy as np
 import pytest
 
 from peft_core import kernels
@@ -112,7 +113,7 @@ def test_the_first_of_two_interrupts_is_waited_for_by_the_next_kernel():
     threading.Timer(0.1, gate.set).start()
     pool.run(lambda t, T: order.append("next"), ())
     assert order == ["slow", "next", "next"]
-    pool.close()
+    pool.resize(1)
 
 
 def test_an_error_reaches_the_thread_whose_kernel_it_is():
@@ -148,4 +149,83 @@ def test_an_error_reaches_the_thread_whose_kernel_it_is():
     finally:
         sys.setswitchinterval(before)
     assert not lost and not foreign
-    pool.close()
+    pool.resize(1)
+
+
+@pytest.fixture
+def threads():
+    """The number of threads is put back afterwards."""
+    before = kernels.get_num_threads()
+    yield before
+    kernels.set_num_threads(before)
+
+
+def elsewhere(call, *args):
+    thread = threading.Thread(target=call, args=args)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("later", [1, 2, 5])
+def test_a_kernel_has_the_shares_that_its_buffers_were_made_for(threads, later):
+    kernels.set_num_threads(3)
+    buffer = np.zeros((kernels.get_num_threads(), 1))
+    elsewhere(kernels.set_num_threads, later)
+
+    def count(t, T, out):
+        out[t] += T
+
+    kernels.run_kernel(count, buffer)
+    assert (buffer == 3).all()
+    assert kernels.get_num_threads() == later
+    buffer = np.zeros((later, 1))
+    kernels.run_kernel(count, buffer)
+    assert (buffer == later).all()
+
+
+def test_another_number_of_threads_while_kernels_run(threads):
+    stop, seen = threading.Event(), []
+
+    def work():
+        while not stop.is_set():
+            n, shares = kernels.get_num_threads(), []
+            kernels.run_kernel(lambda t, T, out: out.append((t, T)), shares)
+            if sorted(shares) != [(t, n) for t in range(n)]:
+                seen.append((n, shares))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    for i in range(300):
+        kernels.set_num_threads(1 + i % 3)
+    stop.set()
+    thread.join(20)
+    assert not thread.is_alive() and not seen
+
+
+def test_workers_that_are_not_needed_any_more_leave():
+    before = set(threading.enumerate())
+    pool = kernels._Pool(4)
+    workers = set(threading.enumerate()) - before
+    assert len(workers) == 3
+    pool.resize(2)
+    for worker in workers:
+        worker.join(10 if worker.name != "peft_core-1" else 0)
+    assert [worker.name for worker in workers if worker.is_alive()] == ["peft_core-1"]
+    pool.run(lambda t, T: None, ())
+    pool.resize(1)
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-2", "1.5"])
+def test_a_number_of_threads_that_is_none(value):
+    printed = script(
+        """
+        from peft_core import kernels
+        for ask in (kernels.get_num_threads, kernels.tiles_supported):
+            try:
+                print(ask())
+            except ValueError as error:
+                print(error)
+        """,
+        PEFT_CORE_NUM_THREADS=value,
+    )
+    assert printed.count(f"PEFT_CORE_NUM_THREADS is {value!r}; expected a number of threads, at least 1") == 2
