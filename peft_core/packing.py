@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .dtypes import bfloat16, is_float
+from .files import FileMap
 from .kept import Kept
 from .kernels import run_kernel, tiles_supported
 
@@ -104,7 +105,7 @@ def _pack_columns(ws: tuple[np.ndarray, ...], dtype: Any) -> np.ndarray:
 
 
 def drop_mapped_pages(x: np.ndarray) -> bool:
-    """Let go of the memory under ``x`` where it is mapped read-only from a file; False where it is not."""
+    """Let go of the memory under ``x`` where it is mapped from a file of ours; False where it is not."""
     mapped = _map_of(x)
     if mapped is None or x.flags.writeable or not x.flags.c_contiguous or not hasattr(mapped, "madvise"):
         return False
@@ -117,7 +118,7 @@ def drop_mapped_pages(x: np.ndarray) -> bool:
     return True
 
 
-def _map_of(x: Any) -> mmap.mmap | None:
+def _map_of(x: Any) -> FileMap | None:
     while x is not None and not isinstance(x, mmap.mmap):
         x = x.obj if isinstance(x, memoryview) else getattr(x, "base", None)
-    return x
+    return x if isinstance(x, FileMap) else None

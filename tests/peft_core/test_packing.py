@@ -1,4 +1,5 @@
 import gc
+import mmap
 
 import ml_dtypes
 import numpy as np
@@ -86,6 +87,20 @@ def test_pages_of_a_mapped_file_are_dropped_and_come_back(tmp_path):
     assert packing.drop_mapped_pages(mapped)
     assert (mapped == w).all()
     assert not packing.drop_mapped_pages(w)
+
+
+@pytest.mark.parametrize("kind", ["copy on write", "anonymous"])
+def test_pages_that_no_file_holds_stay(tmp_path, kind):
+    w = np.arange(64 * 256, dtype=np.float32).reshape(64, 256)
+    np.zeros_like(w).tofile(tmp_path / "zeros")
+    if kind == "anonymous":
+        mapped = np.frombuffer(mmap.mmap(-1, w.nbytes), np.float32).reshape(w.shape)
+    else:
+        mapped = np.memmap(tmp_path / "zeros", np.float32, "c", shape=w.shape)
+    mapped[...] = w
+    mapped.flags.writeable = False
+    assert not packing.drop_mapped_pages(mapped)
+    assert (mapped == w).all()
 
 
 @needs_tiles
