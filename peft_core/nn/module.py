@@ -31,6 +31,7 @@ class Parameter(Tensor):
     """
 
     __slots__ = ()
+    _replaces_memory = True
 
     def __init__(self, data: Any, requires_grad: bool = True) -> None:
         super().__init__(data.data if isinstance(data, Tensor) else data, requires_grad)
