@@ -6,6 +6,7 @@ makes an array writable for a moment in which nobody looks at it here, breaks th
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -56,3 +57,30 @@ class Kept:
             for full in list(self._entries):
                 if id(array) in full[1:]:
                     self._entries.pop(full, None)
+
+
+class _Holder:
+    __slots__ = ("_data",)
+
+    def __init__(self) -> None:
+        self._data = np.empty(0)
+
+
+def _references(holder: Any) -> int:
+    return sys.getrefcount(holder._data)
+
+
+_ALONE = _references(_Holder())
+
+
+def seal(tensor: Any) -> bool:
+    """Make the memory of a Tensor read-only, so that what is made of it can be kept; True where it is now.
+
+    Only memory that this Tensor alone refers to: another holder, such as the program that made the array or a view of
+    it, may go on writing, and what was kept would be wrong from then on.
+    """
+    if not isinstance(tensor._data, np.ndarray):
+        return False
+    if tensor._data.base is None and _references(tensor) == _ALONE:
+        tensor._data.flags.writeable = False
+    return not tensor._data.flags.writeable
