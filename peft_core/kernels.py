@@ -256,6 +256,21 @@ def run_kernel(compiled: Callable, *args: Any) -> None:
     _get_pool().run(compiled, args, getattr(_told, "n", None))
 
 
+def dispatcher(function: Callable, *parts: str) -> Any:
+    """numba's, which compiles ``function`` for types as they come and keeps it on disk.
+
+    It compiles anew when the function's own file has changed. What else goes into the machine code, the options here
+    and ``parts``, is in the stamp of the file too.
+    """
+    import numba
+
+    made: Any = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST_MATH)(function)
+    index: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
+    if hasattr(index, "_source_stamp"):
+        index._source_stamp = (index._source_stamp, *parts, *sorted(FAST_MATH))
+    return made
+
+
 class _Kernel:
     """A numba function compiled at its first call with a new set of argument types."""
 
@@ -273,9 +288,7 @@ class _Kernel:
                 import numba  # costs 0.3 s: nobody pays for it before the first kernel
 
                 if self._compiled is None:
-                    self._compiled = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST_MATH)(
-                        self.function
-                    )
+                    self._compiled = dispatcher(self.function)
                 self._compiled.compile(tuple(numba.typeof(a) for a in (0, 1, *args)))
             except Exception as error:
                 self.broken = True
