@@ -103,6 +103,8 @@ class TrainedCopy(AdapterLayer):
         for key, p in self.trained(name):
             with np.errstate(over="ignore"):
                 new = p.data.astype(old[key].dtype)
+            if isinstance(new, np.ndarray):
+                new.flags.writeable = False  # as the base's own weights, and so as fast
             wide = np.float64 if old[key].dtype == np.float64 else np.float32
             changes.append(Change(key, old[key].data, new, p.data.astype(wide) - old[key].data.astype(wide)))
         return with_parameters(self.base_layer, {change.name: change.new for change in changes}), changes

@@ -12,6 +12,8 @@ import threading
 from types import TracebackType
 from typing import Any
 
+from .workspace import workspace
+
 # mallopt's names in <malloc.h>, and glibc's own starting values (mallopt(3))
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _NATURAL = {_MMAP_THRESHOLD: 128 << 10, _TRIM_THRESHOLD: 128 << 10, _TOP_PAD: 0}
@@ -31,9 +33,9 @@ def _glibc() -> Any:
 class keep_freed_memory:
     """Context manager: memory freed inside stays with the process; what is left over is returned at the end.
 
-    Does nothing where the C library is not glibc. May be nested and used from several threads: the last one out
-    returns the memory. Settings of the environment (MALLOC_TRIM_THRESHOLD_ and the like) are replaced by glibc's own
-    values afterwards, for mallopt cannot be asked.
+    With it go the kernels' work buffers. Where the C library is not glibc nothing else happens. May be nested and used
+    from several threads: the last one out returns the memory. Settings of the environment (MALLOC_TRIM_THRESHOLD_ and
+    the like) are replaced by glibc's own values afterwards, for mallopt cannot be asked.
     """
 
     _lock = threading.Lock()
@@ -48,11 +50,13 @@ class keep_freed_memory:
     @classmethod
     def _change(cls, by: int) -> None:
         library = _glibc()
-        if library is None:
-            return
         with cls._lock:
             cls._inside += by
-            if cls._inside == (1 if by > 0 else 0):
+            if cls._inside != (1 if by > 0 else 0):
+                return
+            if by < 0:
+                workspace.clear()  # as large as the longest row wanted it
+            if library is not None:
                 for name, value in (_KEEPING if by > 0 else _NATURAL).items():
                     library.mallopt(name, value)
                 if by < 0:

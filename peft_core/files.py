@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import secrets
 import shutil
@@ -12,6 +13,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import FileError, expect
+
+
+class FileMap(mmap.mmap):
+    """Pages of a file that is read and nothing else: to let go of them loses nothing, the file has it all.
+
+    Made with access=ACCESS_READ. A map that others made may hold what was written to it alone.
+    """
 
 
 def _sibling(path: Path, word: str) -> Path:

@@ -47,80 +47,146 @@ def available_cpus() -> int:
     return max(1, cpus)
 
 
+class _Worker:
+    """One thread of a pool.  The locks are bells: a ring too many or one that was missed does no harm, for it is the
+    numbers that say what there is to do and what is done."""
+
+    def __init__(self) -> None:
+        self.go, self.done = threading.Lock(), threading.Lock()
+        self.go.acquire()
+        self.done.acquire()
+        self.number = 0  # of the last job that this worker is through with
+        self.leaves = False
+
+
+def _ring(bell: threading.Lock) -> None:
+    if bell.locked():  # only one thread rings a bell, so it stays locked until the next line
+        bell.release()
+
+
 class _Pool:
-    """``size`` workers; the caller is worker 0, the others are daemon threads that sleep on a lock between calls."""
+    """``size`` workers; the caller is worker 0, the others are daemon threads that sleep on a lock between calls.
+
+    Ctrl-C can arrive between any two steps of ``run``, in a notebook while the next kernel is soon to come: ``run``
+    leaves with it only when no worker computes any more.
+    """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self._job: tuple = (None, ())
+        self.size = 1
+        self._job: tuple[int, Callable, tuple, int, int] | None = None
+        self._number = 0
         self._error: BaseException | None = None
         self._busy = threading.Lock()  # two Python threads may both call a kernel
-        self._go = [threading.Lock() for _ in range(size)]
-        self._done = [threading.Lock() for _ in range(size)]
-        for lock in self._go + self._done:
-            lock.acquire()
-        for t in range(1, size):
-            threading.Thread(target=self._work, args=(t,), daemon=True, name=f"peft_core-{t}").start()
+        self._workers: list[_Worker] = []
+        self.resize(size)
 
-    def _work(self, t: int) -> None:
+    def resize(self, size: int) -> None:
+        """Have ``size`` workers as soon as no kernel runs."""
+        with self._busy:
+            if self._job is not None:
+                self._come_to_rest()
+            workers, leaving = self._workers[: size - 1], self._workers[size - 1 :]
+            for t in range(len(workers) + 1, size):
+                workers.append(_Worker())
+                thread = threading.Thread(target=self._work, args=(t, workers[-1]), daemon=True, name=f"peft_core-{t}")
+                thread.start()
+            self._workers, self.size = workers, size
+            for worker in leaving:
+                worker.leaves = True
+                _ring(worker.go)
+
+    def _work(self, t: int, worker: _Worker) -> None:
         while True:
-            self._go[t].acquire()
-            kernel, args = self._job
-            if kernel is None:
+            worker.go.acquire()
+            job = self._job
+            if worker.leaves:
                 return
+            if job is None or job[0] == worker.number:
+                continue
+            number, kernel, args, shares, size = job
             try:
-                kernel(t, self.size, *args)
+                for share in range(t, shares, size):
+                    kernel(share, shares, *args)
             except BaseException as error:
                 self._error = error
-            del kernel, args  # a worker at rest keeps no array alive
-            self._done[t].release()
+            del job, kernel, args  # a worker at rest keeps no array alive
+            worker.number = number
+            _ring(worker.done)
 
-    def run(self, kernel: Callable, args: tuple) -> None:
+    def run(self, kernel: Callable, args: tuple, shares: int | None = None) -> None:
+        """Run the ``shares`` of a kernel's work, by default as many as there are workers."""
         with self._busy:
-            self._job, self._error = (kernel, args), None
-            for t in range(1, self.size):
-                self._go[t].release()
+            if self._job is not None:  # a second interrupt cut the wait after the first one short
+                self._come_to_rest()
+            self._number, self._error = self._number + 1, None
+            shares = shares or self.size
+            self._job = self._number, kernel, args, shares, self.size
             try:
-                kernel(0, self.size, *args)
-            finally:
-                for t in range(1, self.size):
-                    self._done[t].acquire()
-                self._job = (None, ())
-        if self._error is not None:
-            raise self._error
+                self._call()
+                for share in range(0, shares, self.size):
+                    kernel(share, shares, *args)
+                self._wait()
+            except BaseException:
+                self._come_to_rest()
+                raise
+            self._job = None
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
 
-    def close(self) -> None:
-        with self._busy:
-            self._job = (None, ())
-            for t in range(1, self.size):
-                self._go[t].release()
+    def _call(self) -> None:
+        for worker in self._workers:
+            _ring(worker.go)
+
+    def _wait(self) -> None:
+        for worker in self._workers:
+            while worker.number != self._number:
+                worker.done.acquire()
+
+    def _come_to_rest(self) -> None:
+        """Wait for all workers, however often the wait is interrupted."""
+        while self._job is not None:
+            try:
+                self._call()  # who was not called yet is waited for like the others
+                self._wait()
+                self._job = None
+            except BaseException:  # the exception that led here is the one that is raised
+                continue
 
 
 _pool: _Pool | None = None
 _pool_pid = 0
+_told = threading.local()  # .n: what this Python thread was last told to be the number of threads
 
 
 def _get_pool() -> _Pool:
     global _pool, _pool_pid
     if _pool is None or _pool_pid != os.getpid():  # threads do not survive a fork
-        size = int(os.environ.get("PEFT_CORE_NUM_THREADS") or available_cpus())
-        _pool, _pool_pid = _Pool(max(1, size)), os.getpid()
+        _pool, _pool_pid = _Pool(_threads_at_start()), os.getpid()
     return _pool
+
+
+def _threads_at_start() -> int:
+    text = os.environ.get("PEFT_CORE_NUM_THREADS", "").strip()
+    if not text:
+        return available_cpus()
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"PEFT_CORE_NUM_THREADS is {text!r}; expected a number of threads, at least 1, or nothing.")
+    return int(text)
 
 
 def get_num_threads() -> int:
     """The number of threads that a kernel runs on."""
-    return _get_pool().size
+    _told.n = n = _get_pool().size
+    return n
 
 
 def set_num_threads(n: int) -> None:
     """Run kernels on ``n`` threads from now on.  Raises ValueError for n < 1."""
-    global _pool, _pool_pid
     if n < 1:
         raise ValueError(f"set_num_threads({n}); expected at least 1.")
-    if _pool is not None and _pool_pid == os.getpid():
-        _pool.close()
-    _pool, _pool_pid = _Pool(n), os.getpid()
+    _get_pool().resize(n)
+    _told.n = n
 
 
 _OFF = {"off", "0", "no"}
@@ -158,6 +224,7 @@ def tiles_supported(dtype: Any = bfloat16) -> bool:
 
 @functools.cache
 def _tiles_run(half: bool) -> bool:
+    _get_pool()  # what is wrong with it is not the tiles' fault
     try:
         from llvmlite import binding
 
@@ -181,8 +248,27 @@ def _tiles_run(half: bool) -> bool:
 
 
 def run_kernel(compiled: Callable, *args: Any) -> None:
-    """Run ``compiled(t, T, *args)``, an ``njit(nogil)`` function, on every thread t of the pool's T at once."""
-    _get_pool().run(compiled, args)
+    """Run ``compiled(t, T, *args)``, an ``njit(nogil)`` function, for every share t of T at once.
+
+    T is what this Python thread last heard from ``get_num_threads()``, and so what it made buffers for: another one may
+    have called ``set_num_threads`` since. The pool works on T shares whatever its size is now.
+    """
+    _get_pool().run(compiled, args, getattr(_told, "n", None))
+
+
+def dispatcher(function: Callable, *parts: str) -> Any:
+    """numba's, which compiles ``function`` for types as they come and keeps it on disk.
+
+    It compiles anew when the function's own file has changed. What else goes into the machine code, the options here
+    and ``parts``, is in the stamp of the file too.
+    """
+    import numba
+
+    made: Any = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST_MATH)(function)
+    index: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
+    if hasattr(index, "_source_stamp"):
+        index._source_stamp = (index._source_stamp, *parts, *sorted(FAST_MATH))
+    return made
 
 
 class _Kernel:
@@ -202,9 +288,7 @@ class _Kernel:
                 import numba  # costs 0.3 s: nobody pays for it before the first kernel
 
                 if self._compiled is None:
-                    self._compiled = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST_MATH)(
-                        self.function
-                    )
+                    self._compiled = dispatcher(self.function)
                 self._compiled.compile(tuple(numba.typeof(a) for a in (0, 1, *args)))
             except Exception as error:
                 self.broken = True

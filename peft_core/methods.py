@@ -46,6 +46,8 @@ class Methods:
 
     __slots__ = ()
 
+    _replaces_memory = False  # True for Parameters
+
     data: Any
     grad_fn: Any
 
@@ -151,6 +153,27 @@ class Methods:
                 f"{what} writes into a Tensor that the graph may still need; expected a leaf under no_grad(). "
                 "Wrap it in `with no_grad():`, or make a new Tensor, as in x = x + y."
             )
+        self._own_memory(what)
+
+    def _own_memory(self, what: str) -> None:
+        """Where the array is read-only, as one mapped from a file: a Parameter gets a copy, others a GraphError.
+
+        Never the array itself: the kernels keep packed copies of it. And of a Tensor that is no Parameter nobody knows
+        whose memory it shares; a write into a copy would be lost on them.
+        """
+        if getattr(self.data.flags, "writeable", True):
+            return
+        if any(n > 1 and not stride for n, stride in zip(self.data.shape, self.data.strides, strict=True)):
+            raise GraphError(
+                f"{what} writes into an expanded Tensor of shape {self.data.shape}, several elements of which are the "
+                "same memory; expected one place for each. Use x = x.clone() first."
+            )
+        if not self._replaces_memory:
+            raise GraphError(
+                f"{what} writes into read-only memory (a file, a frozen weight or a view of one); expected a "
+                "Parameter, or memory of its own. Write into the Parameter itself, or use x = x.clone() first."
+            )
+        self.data = self.data.copy()
 
     def _write(self, what: str, value: Any) -> Any:
         self._writable(what)

@@ -1,38 +1,35 @@
 """Frozen weights in the order in which the tile of ``tiles.py`` reads them, packed once and kept with the array.
 
-The rule: a read-only array cannot change, so only read-only arrays are packed. (Weights mapped from a file are
-read-only. Who makes a read-only view of memory and goes on writing to the memory breaks the rule.) What was packed
-lives as long as the array object does. The pages of a mapped file are let go of after packing: the packed copy is read
-from then on, and the system reads the file again should anybody ask.
+Only read-only arrays are packed, such as weights mapped from a file: they cannot change (the rule: ``kept.py``). What
+was packed lives as long as the array object does. The pages of a mapped file are let go of after packing: the packed
+copy is read from then on, and the system reads the file again should anybody ask.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
-import weakref
 from typing import Any
 
 import numpy as np
 
 from .dtypes import bfloat16, is_float
+from .files import FileMap
+from .kept import Kept
 from .kernels import run_kernel, tiles_supported
 
-_packed: dict[tuple, np.ndarray] = {}
+_packed = Kept()
 _lock = threading.Lock()
 
 
 def can_pack(w: Any, dtype: Any) -> bool:
     """True for a weight (O, I) that may be packed here for products in ``dtype``: a read-only matrix of floats."""
-    return (
-        isinstance(w, np.ndarray)
-        and w.ndim == 2
-        and w.size > 0
-        and is_float(w.dtype)
-        and w.dtype.itemsize <= 4
-        and not w.flags.writeable
-        and tiles_supported(dtype)
-    )
+    if not isinstance(w, np.ndarray):
+        return False
+    if w.flags.writeable:
+        _packed.forget(w)
+        return False
+    return w.ndim == 2 and w.size > 0 and is_float(w.dtype) and w.dtype.itemsize <= 4 and tiles_supported(dtype)
 
 
 def words(dtype: Any) -> type:
@@ -65,20 +62,24 @@ def packed_backward(*ws: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _once(ws: tuple[np.ndarray, ...], dtype: Any, forward: bool) -> np.ndarray:
+    key = forward, words(dtype)
+    found = _packed.find(key, ws)
+    if found is not None:
+        return found
     for w in ws:
         if not can_pack(w, dtype):
             raise ValueError(
                 f"cannot pack {type(w).__name__} of {getattr(w, 'dtype', None)} {getattr(w, 'shape', '')} for {dtype}; "
                 "expected a read-only matrix of floats and a CPU whose tiles compute in bfloat16 or float32."
             )
-    key = forward, words(dtype), tuple(map(id, ws))
     with _lock:
-        if key not in _packed:
-            _packed[key] = _pack_rows(ws, dtype) if forward else _pack_columns(ws, dtype)
+        found = _packed.find(key, ws)  # another thread was here first
+        if found is None:
+            found = _pack_rows(ws, dtype) if forward else _pack_columns(ws, dtype)
+            _packed.keep(key, ws, found)
             for w in ws:
-                weakref.finalize(w, _packed.pop, key, None)  # before its id can be another array's
                 drop_mapped_pages(w)
-        return _packed[key]
+        return found
 
 
 def _pack_rows(ws: tuple[np.ndarray, ...], dtype: Any) -> np.ndarray:
@@ -104,7 +105,7 @@ def _pack_columns(ws: tuple[np.ndarray, ...], dtype: Any) -> np.ndarray:
 
 
 def drop_mapped_pages(x: np.ndarray) -> bool:
-    """Let go of the memory under ``x`` where it is mapped read-only from a file; False where it is not."""
+    """Let go of the memory under ``x`` where it is mapped from a file of ours; False where it is not."""
     mapped = _map_of(x)
     if mapped is None or x.flags.writeable or not x.flags.c_contiguous or not hasattr(mapped, "madvise"):
         return False
@@ -117,7 +118,7 @@ def drop_mapped_pages(x: np.ndarray) -> bool:
     return True
 
 
-def _map_of(x: Any) -> mmap.mmap | None:
+def _map_of(x: Any) -> FileMap | None:
     while x is not None and not isinstance(x, mmap.mmap):
         x = x.obj if isinstance(x, memoryview) else getattr(x, "base", None)
-    return x
+    return x if isinstance(x, FileMap) else None

@@ -21,7 +21,7 @@ import numpy as np
 from .backend import to_numpy
 from .dtypes import SAFETENSORS_CODES, code_of, dtype_name
 from .errors import FileError, expect
-from .files import atomic_dir, atomic_write, write_through
+from .files import FileMap, atomic_dir, atomic_write, write_through
 from .tensor import Tensor
 
 __all__ = ["SafeFile", "atomic_dir", "atomic_write", "load_file", "save_file"]
@@ -63,7 +63,7 @@ class SafeFile:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 start, header = _read_header(str(path), file, size)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._map = FileMap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileError:
             raise
         except (OSError, ValueError) as error:

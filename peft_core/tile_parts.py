@@ -17,9 +17,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from .kernels import FAST_MATH
+from .kernels import FAST_MATH, dispatcher
 
-FAST: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": FAST_MATH}
 INLINE: dict[str, Any] = {"inline": "always", "error_model": "numpy", "fastmath": FAST_MATH}
 _PARTS = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.rglob("*tile*.py"))))
 
@@ -27,14 +26,9 @@ _PARTS = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(Path(__file__).p
 def kernel(function: Callable) -> Any:
     """Decorator: a kernel ``(t, T, *args)`` for ``kernels.run_kernel``, compiled once and kept on disk.
 
-    numba compiles a kernel anew when its own file has changed. Parts of it that stand in another such file are copied
-    into it, so the contents of all of them count here.
+    Parts of it that stand in another such file are copied into it, so the contents of all of them count there.
     """
-    compiled = njit(**FAST)(function)
-    index: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if hasattr(index, "_source_stamp"):
-        index._source_stamp = (index._source_stamp, _PARTS.hexdigest())
-    return compiled
+    return dispatcher(function, _PARTS.hexdigest())
 
 
 _intrinsic: Any = intrinsic  # its annotation counts the typing context among a caller's arguments

@@ -33,6 +33,7 @@ def skip_init() -> Iterator[None]:
 
 def _fill(tensor: Tensor, draw: Any) -> Tensor:
     if not _skipped.get():
+        tensor._own_memory("nn.init")
         tensor.data[...] = to_device(draw(), tensor.device)
     return tensor
 
@@ -52,6 +53,7 @@ def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Gene
 def constant_(tensor: Tensor, val: float) -> Tensor:
     """One value everywhere."""
     if not _skipped.get():
+        tensor._own_memory("nn.init")
         tensor.data[...] = val
     return tensor
 

@@ -31,6 +31,7 @@ class Parameter(Tensor):
     """
 
     __slots__ = ()
+    _replaces_memory = True
 
     def __init__(self, data: Any, requires_grad: bool = True) -> None:
         super().__init__(data.data if isinstance(data, Tensor) else data, requires_grad)
@@ -304,15 +305,28 @@ def _fits(array: Any, tensor: Tensor) -> bool:
 
 
 def _converted(array: Any, dtype: Any, device: Device | None) -> Any:
+    result = array
     if dtype is not None and array.dtype != dtype and is_float(array.dtype):
-        array = array.astype(dtype)
-    return array if device is None else to_device(array, device)
+        result = array.astype(dtype)
+        _set_writable(result, _is_writable(array))  # a frozen weight stays one that the kernels may pack
+    return result if device is None else to_device(result, device)
 
 
 def _write(tensor: Tensor, value: Any) -> None:
-    if not getattr(tensor.data.flags, "writeable", True):  # a mapped file: it is replaced, never written to
+    writable = _is_writable(tensor.data)
+    if not writable:  # a mapped file: it is replaced, never written to
         tensor.data = xp_of(tensor.data).empty(tensor.shape, tensor.dtype)
     tensor.data[...] = to_device(value, tensor.device).astype(tensor.dtype, copy=False)
+    _set_writable(tensor.data, writable or not isinstance(tensor, Parameter))  # a buffer may be there to be written to
+
+
+def _is_writable(array: Any) -> bool:
+    return getattr(array.flags, "writeable", True)
+
+
+def _set_writable(array: Any, flag: bool) -> None:
+    if not flag and hasattr(array.flags, "writeable"):
+        array.flags.writeable = False
 
 
 def _mismatch(model: str, own: dict, arrays: dict, missing: list, unexpected: list, unfit: list, strict: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from ..backend import Array
 from ..dtypes import bfloat16, float32
+from ..kept import Kept
 from .common import into
 
 if TYPE_CHECKING:
@@ -173,18 +173,20 @@ def _sizes(group: list[Member]) -> Sizes:
     return tuple((len(m.w), tuple((len(a), scale) for a, _, scale, _ in m.terms)) for m in group)
 
 
-_kept: dict[tuple, Ranks] = {}
+_kept = Kept()
 
 
 def ranks_of(group: list[Member], width: int, dtype: Any) -> Ranks:
     """``Ranks``, kept where all A and B are read-only: arrays that cannot change, as in ``packing.py``."""
     arrays = [array for a, b, *_ in _terms(group) for array in (a, b)]
-    if any(array.flags.writeable for array in arrays):
+    writable = [array for array in arrays if array.flags.writeable]
+    if writable:
+        for array in writable:
+            _kept.forget(array)
         return Ranks(group, width, dtype, keeps=False)
-    key = dtype.char, width, _sizes(group), tuple(map(id, arrays))
-    found = _kept.get(key)
+    key = dtype.char, width, _sizes(group)
+    found = _kept.find(key, arrays)
     if found is None:
-        found = _kept[key] = Ranks(group, width, dtype, keeps=True)
-        for array in arrays:
-            weakref.finalize(array, _kept.pop, key, None)
+        found = Ranks(group, width, dtype, keeps=True)
+        _kept.keep(key, arrays, found)
     return found

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from adapters import LoraConfig, LoraLinear, set_active
-from adapters.inject import active_adapters, adapter_names, inject, lora_layers
+from adapters.inject import active_adapters, adapter_names, inject, lora_layers, set_trainable
+from adapters.merge import merge
 from peft_core.errors import ConfigError
 from peft_core.optim import AdamW
 from peft_core.random import Generator
@@ -120,3 +121,29 @@ def test_eval_mode_is_taken_over():
     inject(model, LoraConfig(lora_dropout=0.5, **CONFIG))
     randomize(model)
     assert np.array_equal(logits(model), logits(model))
+
+
+def test_the_base_is_read_only_where_nobody_else_holds_it():
+    model = TinyModel()
+    held = model.lm_head.weight.data
+    inject(model, LoraConfig(**CONFIG))
+    for name, parameter in model.named_parameters():
+        alone = not parameter.requires_grad and name != "lm_head.weight"
+        assert parameter.data.flags.writeable != alone, name
+    assert held.flags.writeable and held is model.lm_head.weight.data
+
+
+def test_a_frozen_adapter_is_read_only_until_it_trains_again():
+    model = TinyModel()
+    inject(model, LoraConfig(**CONFIG))
+    own = [p for name, p in model.named_parameters() if "default" in name]
+    for trains in (False, True, False):
+        set_trainable(model, ["default"], trains)
+        assert len(own) == 8 and all(p.data.flags.writeable == trains for p in own)
+
+
+def test_a_merged_copy_is_read_only():
+    model = TinyModel()
+    inject(model, LoraConfig(modules_to_save=["lm_head"], **CONFIG))
+    merge(model)
+    assert not model.lm_head.weight.data.flags.writeable

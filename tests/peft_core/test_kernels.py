@@ -76,7 +76,7 @@ def test_an_error_in_a_worker_reaches_the_caller():
     with pytest.raises(ZeroDivisionError, match="in thread 1"):
         pool.run(fails, ())
     pool.run(lambda t, T: None, ())  # the pool is still alive
-    pool.close()
+    pool.resize(1)
 
 
 def test_a_kernel_that_does_not_compile_falls_back_with_one_line(capsys):
@@ -134,3 +134,23 @@ def test_the_pool_at_rest_keeps_no_array_alive():
     scaled(x, np.float32(2))
     del x
     assert gone() is None
+
+
+@pytest.mark.parametrize("kind", ["formula", "tiles"])
+def test_other_options_compile_anew(kind, monkeypatch):
+    def stamp():
+        def kernel(t, T, x, y):
+            y[t] = x[t]
+
+        if kind == "tiles":
+            from peft_core.tile_parts import kernel as decorator
+
+            return decorator(kernel)._cache._cache_file._source_stamp
+        made = kernels._Kernel(kernel)
+        made.run((x32[0], np.empty(3)))
+        return made._compiled._cache._cache_file._source_stamp
+
+    before = stamp()
+    assert stamp() == before
+    monkeypatch.setattr(kernels, "FAST_MATH", kernels.FAST_MATH - {"afn"})
+    assert stamp() != before

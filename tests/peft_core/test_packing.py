@@ -1,4 +1,5 @@
 import gc
+import mmap
 
 import ml_dtypes
 import numpy as np
@@ -54,11 +55,10 @@ def test_packed_once_a_dtype_and_as_long_as_the_array_lives():
     assert packing.packed_forward(w, dtype=BF16) is first
     assert packing.packed_backward(w, dtype=BF16) is not first
     assert packing.packed_forward(w, dtype=np.dtype("f4")).dtype == np.float32
-    keys = [key for key in packing._packed if key[2] == (id(w),)]
-    assert len(keys) == 3
+    kept = len(packing._packed)
     del w
     gc.collect()
-    assert not any(key in packing._packed for key in keys)
+    assert len(packing._packed) == kept - 3
 
 
 @needs_tiles
@@ -87,3 +87,43 @@ def test_pages_of_a_mapped_file_are_dropped_and_come_back(tmp_path):
     assert packing.drop_mapped_pages(mapped)
     assert (mapped == w).all()
     assert not packing.drop_mapped_pages(w)
+
+
+@pytest.mark.parametrize("kind", ["copy on write", "anonymous"])
+def test_pages_that_no_file_holds_stay(tmp_path, kind):
+    w = np.arange(64 * 256, dtype=np.float32).reshape(64, 256)
+    np.zeros_like(w).tofile(tmp_path / "zeros")
+    if kind == "anonymous":
+        mapped = np.frombuffer(mmap.mmap(-1, w.nbytes), np.float32).reshape(w.shape)
+    else:
+        mapped = np.memmap(tmp_path / "zeros", np.float32, "c", shape=w.shape)
+    mapped[...] = w
+    mapped.flags.writeable = False
+    assert not packing.drop_mapped_pages(mapped)
+    assert (mapped == w).all()
+
+
+@needs_tiles
+def test_an_interrupt_while_packing_leaves_nothing_that_another_array_could_get(monkeypatch):
+    def interrupt(w):
+        raise KeyboardInterrupt
+
+    a, b = frozen(50, 8), frozen(6, 8)
+    monkeypatch.setattr(packing, "drop_mapped_pages", interrupt)
+    kept = len(packing._packed)
+    with pytest.raises(KeyboardInterrupt):
+        packing.packed_forward(a, b, dtype=BF16)
+    del b
+    gc.collect()
+    assert len(packing._packed) == kept
+
+
+@needs_tiles
+def test_what_was_writable_in_between_is_packed_anew():
+    a, b = frozen(50, 8), frozen(6, 8)
+    packing.packed_forward(a, b, dtype=BF16)
+    b.flags.writeable = True
+    assert not packing.can_pack(b, BF16)
+    b *= 2
+    b.flags.writeable = False
+    assert (packing.packed_forward(a, b, dtype=BF16) == np.concatenate([panels(a), panels(b)])).all()

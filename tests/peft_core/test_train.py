@@ -13,6 +13,7 @@ from peft_core.nn import Dropout, Linear, Module
 from peft_core.optim import SGD, AdamW, schedule
 from peft_core.random import Generator
 from peft_core.train import EvalResult, TrainState, evaluate, fit
+from peft_core.workspace import workspace
 
 
 @dataclass
@@ -307,3 +308,18 @@ def test_evaluate_at_the_ends_of_the_range():
 
 def test_the_loop_stays_in_sight():
     assert len(inspect.getsource(fit).splitlines()) <= 60
+
+
+def test_work_buffers_go_when_training_is_over():
+    sizes = []
+
+    def with_a_buffer(model, batch):
+        with workspace:
+            workspace.get("scratch", len(batch.x), 1000)
+        return loss_fn(model, batch)
+
+    net = Net()
+    steps = [[row(0, 9)], [row(1, 30)]]
+    optimizer = SGD(net.parameters(), lr=0.1)
+    fit(net, steps, with_a_buffer, optimizer, on_step=lambda _: sizes.append(workspace._arrays["scratch"].nbytes))
+    assert sizes[0] >= 9 * 4000 and sizes[1] >= 30 * 4000 and not workspace._arrays
