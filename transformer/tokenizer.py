@@ -18,7 +18,7 @@ import tokenizers
 from peft_core.checkpoint import read_json
 from peft_core.errors import ConfigError, DataError, FileError, expect
 from peft_core.tensor import Tensor
-from transformer.chat import plain_messages, plain_tools, render_chat
+from transformer.chat import expect_characters, plain_messages, plain_tools, render_chat
 from transformer.hub import resolve_directory
 from transformer.tokenizer_files import load_backend, read_templates, save_files
 
@@ -363,6 +363,7 @@ class AutoTokenizer:
 
 def _as_text(text: Any) -> str:
     expect(isinstance(text, str), DataError, f"text to tokenize is {type(text).__name__}", expected="str")
+    expect_characters(text, "text to tokenize")
     return str(text)
 
 

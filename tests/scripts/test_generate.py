@@ -105,6 +105,16 @@ def test_errors(lab, trained):
         assert stopped.value.code == 2
 
 
+def test_a_prompt_of_other_bytes_is_an_error_of_data(lab, trained, monkeypatch):
+    for argv in (("--prompt", "caf\udce9"), ("--raw", "--prompt", "caf\udce9")):
+        done = ask(lab, trained, *argv)
+        assert done.code == 3 and "caf'; expected whole characters" in done.err
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", typed)
+    done = ask(lab, trained)
+    assert done.code == 3 and "the line typed is not utf-8 text" in done.err and "expected text in utf-8. " in done.err
+
+
 def test_as_a_program(trained):
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}

@@ -56,6 +56,13 @@ def test_special_tokens_are_read_as_string_or_object_with_a_fallback_file(tmp_pa
         tok.pad_token = "zzz"
 
 
+def test_half_a_character_is_refused_by_name(tmp_path):
+    tok = load(tmp_path)
+    for ask in (tok.encode, tok, tok.tokenize, tok.encode_with_offsets):
+        with pytest.raises(DataError, match=r"tokenize holds '\\udce9' after 'caf'; expected whole .*repair"):
+            ask("caf\udce9")
+
+
 def test_length_is_the_number_of_embedding_rows_needed(tmp_path):
     tok = load(tmp_path, extra_tokens=("<x>", "<y>"))
     assert len(tok) == max(tok.get_vocab().values()) + 1 == tok.vocab_size + 2
