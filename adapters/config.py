@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
+from adapters.patterns import expect_pattern
 from peft_core.errors import AdapterError, ConfigError, PeftCoreError, expect
 from peft_core.safetensors_io import atomic_write
 
@@ -137,10 +137,10 @@ class LoraConfig:
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             if isinstance(value, str) and not (name == "target_modules" and value == "all-linear"):
-                _regex(name, value)
+                expect_pattern(name, value)
         patterns = self.layers_pattern
         for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
-            _regex("layers_pattern", pattern, after_name(pattern))
+            expect_pattern("layers_pattern", pattern, after_name(pattern))
         _names("modules_to_save", self.modules_to_save, text=False)
         layers = self.layers_to_transform
         if layers is not None:
@@ -189,7 +189,7 @@ class LoraConfig:
             )
             for key, value in table.items():
                 expect(isinstance(key, str) and key, ConfigError, f"{name} has the key {key!r}", expected="a pattern")
-                _regex(f"{name} key", key, at_end(key))
+                expect_pattern(f"{name} key", key, at_end(key))
                 check = _positive_int if name == "rank_pattern" else _positive
                 check(f"{name}[{key!r}]", value)
 
@@ -297,12 +297,3 @@ def at_end(key: str) -> str:
 def after_name(pattern: str) -> str:
     """PEFT's expression for an entry of layers_pattern: the number after it is the layer's."""
     return rf"(?:^|.*?\.){pattern}\.(\d+)\."
-
-
-def _regex(name: str, pattern: str, full: str | None = None) -> None:
-    """``full``: the expression that ``pattern`` becomes a part of."""
-    try:
-        re.compile(pattern)
-        re.compile(full or pattern)
-    except re.error as error:
-        raise ConfigError(f"{name} {pattern!r} is not a regular expression ({error}); expected one. Fix it.") from error

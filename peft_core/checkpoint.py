@@ -30,7 +30,7 @@ def read_json(path: Path, default: Mapping[str, Any] | None = None) -> dict[str,
            fix="Check the path, or download the file too.")  # fmt: skip
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}); expected an object. Download it again.") from error
     expect(isinstance(content, dict), ModelError, f"{path} holds a {type(content).__name__}", expected="a JSON object")
     return dict(content)

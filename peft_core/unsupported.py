@@ -1,4 +1,4 @@
-"""What this library leaves out of torch, said by name where it is asked for."""
+"""What this library leaves out of torch, and of its models elsewhere, said by name where it is asked for."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ REASONS = {  # name -> why it is missing and what to use; what stands here needs
     "register_forward_pre_hook": _HOOKS,
     "register_full_backward_hook": _HOOKS,
     "register_backward_hook": _HOOKS,
+    "resize_token_embeddings": "expected the vocabulary of the checkpoint: resize it with transformers and save it",
     "share_memory_": "processes share no tensors",
 }
 

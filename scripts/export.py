@@ -21,10 +21,6 @@ from run.verify import verify_adapter, verify_merged
 def page(argv: Sequence[str]) -> int:
     """Read the adapter, write the result aside, verify it there, move it into place."""
     args = parse(argv)
-    if args.to in ("gguf", "ollama"):
-        raise ConfigError(
-            f"--to {args.to} is not supported yet; expected merged or peft. Use --to merged, and convert that."
-        )
     out, config = Path(args.out), LoraConfig.from_pretrained(args.adapter)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConfigError(f"--out {out} is not empty; expected a new folder. Choose another.")
@@ -64,13 +60,21 @@ def base_of(args: argparse.Namespace, config: LoraConfig) -> Path:
         ) from error
 
 
+def _target(name: str) -> str:
+    if name in ("gguf", "ollama"):
+        raise argparse.ArgumentTypeError(
+            f"{name} is not supported yet; expected merged or peft. Use --to merged, and convert that."
+        )
+    return name
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments."""
     parser = argparse.ArgumentParser(
         prog="export.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("adapter", metavar="ADAPTER", help="a folder with adapter_config.json")
-    parser.add_argument("--to", required=True, choices=("merged", "peft", "gguf", "ollama"))
+    parser.add_argument("--to", required=True, type=_target, choices=("merged", "peft"))
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--base", metavar="DIR", help="the base model (default: the one that the adapter names)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))

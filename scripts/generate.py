@@ -14,7 +14,7 @@ from typing import Any
 from adapters import load_adapter, set_active
 from peft_core.amp import autocast
 from peft_core.dtypes import dtype_name
-from peft_core.errors import ConfigError
+from peft_core.errors import ConfigError, DataError
 from run import base
 from run.errors import run_page
 from run.stream import Stream
@@ -82,7 +82,7 @@ def talk(speaker: Speaker) -> int:
     messages: list[dict[str, str]] = []
     while True:
         print("> ", end="", flush=True)
-        line = sys.stdin.readline()
+        line = _typed()
         text = line.strip()
         if not line or text == "/quit":
             print()
@@ -97,6 +97,16 @@ def talk(speaker: Speaker) -> int:
             speaker.say(ids, tuned=False)
             print("tuned: ", end=" ", flush=True)
         messages.append({"role": "assistant", "content": speaker.say(ids)})
+
+
+def _typed() -> str:
+    try:
+        return sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"the line typed is not {error.encoding} text (byte 0x{error.object[error.start]:02x}); expected text in "
+            f"{error.encoding}. Convert it, or set the locale to the encoding it has."
+        ) from error
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -144,7 +144,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Tool calls written as JSON text (one object or a list), in the shape templates expect."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} has a tool call that is not valid JSON ({error}): {short(value)}.") from error
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -160,7 +160,7 @@ def _parsed_arguments(call: Any, where: str) -> dict[str, Any]:
         # OpenAI writes arguments as a JSON string; templates apply tojson themselves and would quote it twice.
         try:
             return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return call
     return call
 
@@ -179,7 +179,7 @@ def plain_tools(tools: Any, *, where: str = "chat") -> list[dict[str, Any]] | No
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: tools is not valid JSON ({error}): {short(tools)}.") from error
     if not tools:
         return None
@@ -188,3 +188,23 @@ def plain_tools(tools: Any, *, where: str = "chat") -> list[dict[str, Any]] | No
     return [
         tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool} for tool in tools
     ]
+
+
+def expect_characters(value: Any, where: str) -> None:
+    """Raise DataError if a text inside ``value`` holds half of a character, which no tokenizer and no file takes."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            at = error.start
+            raise DataError(
+                f"{where} holds {value[at]!r} after {value[max(0, at - 20) : at]!r}; expected whole characters. "
+                "It is half of a cut emoji, or a byte that was not UTF-8: remove or repair it."
+            ) from error
+    elif isinstance(value, Mapping):
+        for key, inside in value.items():
+            expect_characters(key, where)
+            expect_characters(inside, where)
+    elif isinstance(value, list):
+        for inside in value:
+            expect_characters(inside, where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from peft_core.checkpoint import read_json
-from peft_core.errors import ModelError, expect
+from peft_core.errors import ModelError, expect, short
 from transformer.families import Family, family_of
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -117,6 +118,7 @@ class ModelConfig:
             get, "num_key_value_heads", where)  # fmt: skip
         head_dim = _head_dim(get, sizes, groups, family, where)
         _warn_unused(get, family, where)
+        end_ids(get, where)
         return ModelConfig(
             model_type=family.model_type,
             architectures=_architectures(raw, family, where),
@@ -210,6 +212,16 @@ def _size(raw: dict[str, Any], key: str, where: str) -> int:
         _missing(where, key)
     expect(type(value) is int and value > 0, ModelError, f"{where}: {key} is {value!r}", expected="a positive integer")
     return int(value)
+
+
+def end_ids(raw: Mapping[str, Any], where: str) -> list[int]:
+    """The ids under eos_token_id of a config.json or generation_config.json, if any.  Raises ModelError."""
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    expect(all(type(i) is int for i in ids), ModelError, f"{where}: eos_token_id is {short(value)}",
+           expected="a token id, a list of them, or null",
+           fix="Correct it, or get the file from the model's source again.")  # fmt: skip
+    return list(ids)
 
 
 def _number(raw: dict[str, Any], key: str, where: str) -> float:

@@ -12,7 +12,7 @@ from peft_core.backend import as_device, to_device
 from peft_core.checkpoint import Checkpoint, read_json
 from peft_core.dtypes import as_dtype, dtype_name, float16, is_float
 from peft_core.errors import ModelError, expect
-from transformer.config import ModelConfig
+from transformer.config import ModelConfig, end_ids
 from transformer.families import HEAD
 from transformer.hub import resolve_directory
 from transformer.model import CausalLM, Source
@@ -37,6 +37,9 @@ def from_pretrained(path: str | os.PathLike, dtype: Any = "auto", device: Any = 
     place = as_device(device)
     cut = _lacking(config, checkpoint)
     tied_head = _settle_head(config, checkpoint, config.family.stack.table_weight.removeprefix(cut))
+    _expect_layers(config, checkpoint)
+    generation = read_json(directory / "generation_config.json", {})
+    end_ids(generation, str(directory / "generation_config.json"))
     model = CausalLM(config)
     own = {name.removeprefix(cut): p for name, p in model.named_parameters()}  # under the names of the file
     _check(checkpoint, {name: p.shape for name, p in own.items()}, config, tied_head)
@@ -46,7 +49,7 @@ def from_pretrained(path: str | os.PathLike, dtype: Any = "auto", device: Any = 
     if extra:
         _notice(f"{directory}: {len(extra)} buffers that follow from the config are not used ({next(iter(extra))})")
     model.source = Source(directory, extra, tied_head, cut)
-    model.generation_config = read_json(directory / "generation_config.json", {})
+    model.generation_config = generation
     return model.eval()  # type: ignore[return-value]
 
 
@@ -71,6 +74,16 @@ class AutoModelForCausalLM:
 
 def _notice(text: str) -> None:
     warnings.warn(text, stacklevel=4)
+
+
+def _expect_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """A layer is modules before it has weights: a count far beyond the file's would take all memory by itself."""
+    count, known = config.num_hidden_layers, len(checkpoint) + len(checkpoint.problems)
+    expect(count <= known, ModelError,
+           f"{checkpoint.directory}: config.json has {count} layers ({config.family.key('num_hidden_layers')}) and the "
+           f"weights are {known} tensors",
+           expected="several tensors for each layer",
+           fix="Get config.json and weights from one source, completely.")  # fmt: skip
 
 
 def _lacking(config: ModelConfig, checkpoint: Checkpoint) -> str:

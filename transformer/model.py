@@ -177,7 +177,7 @@ class CausalLM(Module):
     def padding_id(self) -> int:
         """What short rows are filled up with: the padding id, else the first end-of-text id, else 0."""
         eos = self.config.eos_token_id
-        first = eos[0] if isinstance(eos, list) else eos
+        first = next(iter(eos), 0) if isinstance(eos, list) else eos
         return int((first or 0) if self.config.pad_token_id is None else self.config.pad_token_id)
 
     # ------------------------------------------------------------------ names people know

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import glob
-import io
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peft_core.errors import ConfigError, DataError, expect, short
-from transformer.chat import plain_messages, plain_tools
+from transformer.chat import expect_characters, plain_messages, plain_tools
+from transformer.records import SUFFIXES, TOO_DEEP, records
 
 IGNORED_LABEL = -100
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".txt", ".parquet")
 
 # Format -> the keys it needs. The first format whose keys are all there wins: published files often carry a rendered
 # "text" or a "prompt" beside the richer form.
@@ -111,141 +108,13 @@ def read_rows(path: str | Path, *, format: str = "auto", columns: Mapping[str, s
     rows: list[Row] = []
     for file in data_files(path):
         count = len(rows)
-        for where, record in _records(file):
-            rows.append(_row(where, record, format, columns, separator if file.suffix.lower() == ".txt" else None))
+        for where, record in records(file):
+            try:
+                rows.append(_row(where, record, format, columns, separator if file.suffix.lower() == ".txt" else None))
+            except RecursionError as error:
+                raise DataError(f"{where}: {TOO_DEEP}; expected a row. Fix or remove it.") from error
         expect(len(rows) > count, DataError, f"{file} has no rows", expected="at least one row")
     return rows
-
-
-# ---- files to records
-
-
-def _records(file: Path) -> Iterator[tuple[str, Any]]:
-    suffix = file.suffix.lower()
-    if suffix == ".parquet":
-        yield from _parquet_records(file)
-        return
-    expect(
-        suffix in SUFFIXES,
-        DataError,
-        f"{file} ends in {suffix!r}",
-        expected=f"one of {' '.join(SUFFIXES)}",
-        fix="Rename the file after its format.",
-    )
-    text = _read_text(file)
-    if suffix == ".json":
-        yield from _json_records(file, text)
-    elif suffix == ".csv":
-        yield from _csv_records(file, text)
-    else:
-        # Only "\n" ends a row: str.splitlines would also cut at U+2028, which is legal inside a JSON string.
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                where = f"{file}:{number}"
-                yield where, {"text": line.rstrip("\r")} if suffix == ".txt" else _parsed(line, where)
-
-
-def _read_text(file: Path) -> str:
-    content = file.read_bytes()
-    expect(content.strip(), DataError, f"{file} is empty", expected="at least one row")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{file}:{line}: not UTF-8 text (byte 0x{content[error.start]:02x}); expected UTF-8. "
-            f"Convert it: iconv -f latin1 -t utf-8 {file}"
-        ) from error
-
-
-def _parsed(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        message = error.msg.replace(" delimiter", "")
-        raise DataError(
-            f"{where}: not valid JSON ({message} at column {error.pos + 1}): {_around(line, error.pos)}; expected "
-            "one JSON object per line. Fix or remove this line."
-        ) from error
-
-
-def _around(text: str, position: int) -> str:
-    start, stop = max(0, position - 20), position + 20
-    return ("..." if start else "") + text[start:stop].strip() + ("..." if stop < len(text) else "")
-
-
-def _json_records(file: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Elements of a JSON array with the line each starts on, or (a common misnomer) one object per line."""
-    start = len(text) - len(text.lstrip())
-    if text[start] != "[":
-        first = next(line for line in text.split("\n") if line.strip())
-        if first.strip() != text.strip() and not _is_json(first):
-            yield f"{file}:1", _parsed_whole(file, text)
-            return
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield f"{file}:{number}", _parsed(line, f"{file}:{number}")
-        return
-    _parsed_whole(file, text)  # one plain error for a damaged file, before any row is used
-    decoder, position, at_line, counted = json.JSONDecoder(), start + 1, 1, 0
-    while True:
-        while text[position] in " \t\r\n,":
-            position += 1
-        if text[position] == "]":
-            return
-        at_line += text.count("\n", counted, position)
-        counted = position
-        record, position = decoder.raw_decode(text, position)
-        yield f"{file}:{at_line}", record
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except json.JSONDecodeError:
-        return False
-    return True
-
-
-def _parsed_whole(file: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        message = error.msg.replace(" delimiter", "")
-        raise DataError(
-            f"{file}:{error.lineno}: not valid JSON ({message} at column {error.colno}): {_around(text, error.pos)}; "
-            "expected a JSON array of objects. Fix the file, or name it .jsonl if each line is an object."
-        ) from error
-
-
-def _csv_records(file: Path, text: str) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses a field of more than 128 KiB
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    start = 2
-    try:
-        for record in reader:
-            where = f"{file}:{start}"
-            expect(
-                None not in record and None not in record.values(),
-                DataError,
-                f"{where}: the row has another number of columns than the header",
-                expected=f"{len(reader.fieldnames or ())} columns ({', '.join(reader.fieldnames or ())})",
-                fix='Quote fields that contain a comma: "a, b".',
-            )
-            yield where, record
-            start = reader.line_num + 1
-    except csv.Error as error:
-        where = f"{file}:{start}"
-        raise DataError(f"{where}: not valid CSV ({error}); expected comma-separated fields.") from error
-
-
-def _parquet_records(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(f"{file}: reading parquet needs pyarrow; expected it installed. pip install pyarrow") from error
-    for number, record in enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1):
-        yield f"{file}:{number}", record
 
 
 # ---- records to rows
@@ -299,7 +168,10 @@ def _chat_row(where: str, record: Mapping[str, Any], key: str) -> ChatRow:
     for message in messages:
         for weight in ("loss_weight", "weight", "train"):
             message.pop(weight, None)
-    return ChatRow(where, messages, trained, plain_tools(record.get("tools"), where=where), key)
+    tools = plain_tools(record.get("tools"), where=where)
+    expect_characters(messages, f"{where}: messages")
+    expect_characters(tools, f"{where}: tools")
+    return ChatRow(where, messages, trained, tools, key)
 
 
 def _is_trained(message: Mapping[str, Any], where: str) -> bool:
@@ -380,6 +252,7 @@ _BUILDERS: dict[str, Any] = {
 def _string(record: Mapping[str, Any], key: str, where: str) -> str:
     value = record[key]
     expect(isinstance(value, str), DataError, f"{where}: {key} is {short(value)}", expected="a string")
+    expect_characters(value, f"{where}: {key}")
     return str(value)
 
 

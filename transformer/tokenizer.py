@@ -18,9 +18,9 @@ import tokenizers
 from peft_core.checkpoint import read_json
 from peft_core.errors import ConfigError, DataError, FileError, expect
 from peft_core.tensor import Tensor
-from transformer.chat import plain_messages, plain_tools, render_chat
+from transformer.chat import expect_characters, plain_messages, plain_tools, render_chat
 from transformer.hub import resolve_directory
-from transformer.tokenizer_files import load_backend, read_templates, save_files
+from transformer.tokenizer_files import asked, load_backend, read_templates, save_files
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 Offsets = list[tuple[int, int]]
@@ -83,8 +83,8 @@ class Tokenizer:
 
     def _around(self) -> tuple[list[int], list[int]]:
         # add_bos_token of tokenizer_config.json is not read: beside a tokenizer.json, transformers 5 ignores it too.
-        plain = self.backend.encode("a", add_special_tokens=False).ids
-        full = self.backend.encode("a", add_special_tokens=True).ids
+        plain = asked(self.name_or_path, self.backend.encode, "a", add_special_tokens=False).ids
+        full = asked(self.name_or_path, self.backend.encode, "a", add_special_tokens=True).ids
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return full[:start], full[start + len(plain) :]
@@ -106,9 +106,12 @@ class Tokenizer:
 
     # ---- ids
 
+    def _encoding(self, text: str) -> Any:
+        return asked(self.name_or_path, self.backend.encode, _as_text(text), add_special_tokens=False)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``, with the BOS and EOS that the tokenizer itself adds unless told otherwise."""
-        ids: list[int] = self.backend.encode(_as_text(text), add_special_tokens=False).ids
+        ids: list[int] = self._encoding(text).ids
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
@@ -117,7 +120,8 @@ class Tokenizer:
 
     def encode_batch_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
         """Return ``encode_with_offsets`` of each text, computed on all cores."""
-        encodings = self.backend.encode_batch([_as_text(text) for text in texts], add_special_tokens=False)
+        clean = [_as_text(text) for text in texts]
+        encodings = asked(self.name_or_path, self.backend.encode_batch, clean, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def with_prefix(self, ids: list[int]) -> list[int]:
@@ -182,18 +186,21 @@ class Tokenizer:
         if skip_special_tokens:
             numbers = [i for i in numbers if i not in self._special_ids]
         if not any(i in self._literal for i in numbers):
-            return str(self.backend.decode(numbers, skip_special_tokens=False))
+            return self._decoded(numbers)
         pieces, run = [], list[int]()
         for i in [*numbers, None]:
             if i is not None and i not in self._literal:
                 run.append(i)
                 continue
             if run:
-                pieces.append(self.backend.decode(run, skip_special_tokens=False))
+                pieces.append(self._decoded(run))
                 run = []
             if i is not None:
                 pieces.append(self._literal[i])
         return "".join(pieces)
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(asked(self.name_or_path, self.backend.decode, ids, skip_special_tokens=False))
 
     def batch_decode(self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = True) -> list[str]:
         """Return ``decode`` of each row."""
@@ -201,7 +208,7 @@ class Tokenizer:
 
     def tokenize(self, text: str) -> list[str]:
         """Return the tokens of ``text`` as they stand in the vocabulary."""
-        tokens: list[str] = self.backend.encode(_as_text(text), add_special_tokens=False).tokens
+        tokens: list[str] = self._encoding(text).tokens
         return tokens
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
@@ -363,6 +370,7 @@ class AutoTokenizer:
 
 def _as_text(text: Any) -> str:
     expect(isinstance(text, str), DataError, f"text to tokenize is {type(text).__name__}", expected="str")
+    expect_characters(text, "text to tokenize")
     return str(text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,9 @@ def load_backend(directory: Path) -> tokenizers.Tokenizer:
     )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises bare Exception
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
         raise FileError(
             f"{file} cannot be read ({error}); expected a file of the tokenizers package {tokenizers.__version__} or "
             "older. Download it again, or upgrade tokenizers."
@@ -61,6 +63,25 @@ def load_backend(directory: Path) -> tokenizers.Tokenizer:
             warnings.warn(f"{file} switches {block} on; it is ignored, rows are never cut or padded here", stacklevel=4)
             switch_off()
     return backend
+
+
+def asked(directory: str | Path, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``call`` of the tokenizers package, whose failures are faults of ``directory/tokenizer.json``: a FileError."""
+    try:
+        return call(*args, **options)
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+        raise FileError(
+            f"{directory}/tokenizer.json fails on this text ({error}); expected rules that end for any text. Get the "
+            "file from the model's source again, or use another tokenizer."
+        ) from error
+
+
+def _is_failure(error: BaseException) -> bool:
+    """The package raises bare Exception, and a Rust panic, which is not even that: over a pattern that never ends."""
+    known = isinstance(error, Exception) and not isinstance(error, MemoryError)
+    return known or type(error).__name__ == "PanicException"
 
 
 def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:

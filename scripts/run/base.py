@@ -13,6 +13,7 @@ from peft_core.checkpoint import Checkpoint, read_json
 from peft_core.errors import ConfigError
 from peft_core.kernels import tiles_supported
 from run.config import LoraSection
+from transformer.config import end_ids
 from transformer.hub import resolve_directory
 from transformer.tokenizer import AutoTokenizer, Tokenizer
 
@@ -39,9 +40,8 @@ def stop_ids(directory: Path, tokenizer: Tokenizer) -> list[int]:
     """The ids that end an answer: generation_config.json, config.json and the tokenizer may each name some."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = read_json(directory / name, {}).get("eos_token_id")
-        found += value if isinstance(value, list) else [value]
-    return list(dict.fromkeys(int(i) for i in [*found, tokenizer.eos_token_id] if i is not None))
+        found += end_ids(read_json(directory / name, {}), str(directory / name))
+    return list(dict.fromkeys([*found, *(i for i in [tokenizer.eos_token_id] if i is not None)]))
 
 
 def damaged_tensors(directory: Path) -> list[str]:

@@ -45,6 +45,7 @@ class Job:
         self.device = base.open_device(device)
         self.started = datetime.now().isoformat(timespec="seconds")
         self.checkpoint: Path | None = None
+        self.rounding: list[str] = []  # what a resumed run changed of how steps are computed
         self.overwrite = False
         self.state = TrainState()
 
@@ -82,7 +83,7 @@ class Job:
         now_print = resume.fingerprint(config, self.rows.train.hash(), val, resume.base_hash(self.files))
         self.fingerprint = now_print
         if self.checkpoint is not None:
-            resume.check_same_run(self.extra["fingerprint"], now_print, self.checkpoint)
+            self.rounding = resume.check_same_run(self.extra, now_print, self.checkpoint)
 
     def show_check(self) -> int:
         """--check: the report so far."""
@@ -123,7 +124,7 @@ class Job:
         first = min(plan.longest_micro, memory.PASS_TOKENS if self.device.type == "cpu" else plan.longest_micro)
         again = None if train.gradient_checkpointing == "auto" else train.gradient_checkpointing
         self.passes = memory.plan_passes(self._memory, first, plan.longest_row, budget, again)
-        if self.checkpoint is not None:  # in mid-step it counts passes; and other ones would round otherwise
+        if self.checkpoint is not None and not self.rounding:  # other passes would round otherwise
             self.passes = memory.Passes(**self.extra["passes"])
         self.memory = self._memory(self.passes)
         needs = f"{size(self.memory.total)} in passes of one row"
@@ -194,12 +195,13 @@ class Job:
         extra = None
         if self.checkpoint is None:
             self.run.open_new(self.overwrite)
-            atomic_write(
-                self.run.config, "# The settings of this run, defaults and command line included.\n" + to_toml(config)
-            )
             atomic_write(self.run.preflight, self.report.json())
         else:
             self.state, extra = load_training_state(self.checkpoint, self.model, self.optimizer)
+        if self.checkpoint is None or self.rounding:  # the printed way to continue reads this file
+            atomic_write(
+                self.run.config, "# The settings of this run, defaults and command line included.\n" + to_toml(config)
+            )
         val = self.rows.val_batches(self.passes.tokens)
         each = max(1, round(plan.steps_per_epoch))
         self.session = Session(
@@ -227,6 +229,11 @@ class Job:
                 f"resume   {self.checkpoint}: step {self.state.step} of {len(plan.steps)}"
                 + (f", {self.state.micro} micro-batches into the next" if self.state.micro else "")
             )
+            if asdict(self.passes) != extra["passes"]:
+                print(
+                    f"resume   {'; '.join(self.rounding)}: sums are rounded otherwise from here on, so the run is no "
+                    "longer bit for bit the one without interruption"
+                )
         elif val:
             try:
                 self.session.run_evaluation(0)
@@ -332,18 +339,19 @@ class Job:
     def _out_of_memory(self, error: Exception) -> str:
         there, step = self.run.checkpoints(), self.session.state.step
         tries = []
+        if self.passes.tokens > self.plan.longest_row:
+            half = replace(self.passes, tokens=max(self.plan.longest_row, self.passes.tokens // 2))
+            between = (self._memory(half).total + self.memory.total) / 2  # another process is not of the same size
+            tries.append(f"train.memory_budget={math.ceil(between / 1e6)}MB (smaller passes, the same step)")
         if not self.passes.recompute:
             less = self._memory(replace(self.passes, recompute=True))
             tries.append(
                 f"train.gradient_checkpointing=true (estimate {size(less.total)} instead of {size(self.memory.total)})"
             )
-        if self.passes.tokens > self.plan.longest_row:
-            tries.insert(
-                0, f"train.memory_budget={max(1, int(self.memory.total // 2e6))}MB (smaller passes, the same step)"
-            )
-        tries.append(f"data.max_seq_length={max(2, self.config.data.max_seq_length // 2)}")
+        shorter = f"data.max_seq_length={max(2, self.config.data.max_seq_length // 2)} (another run)"
+        on = f" Continue with: {self._command()} --resume {tries[0].split()[0]}" if there and tries else ""
         return (
             f"out of memory at step {step + 1} ({str(error) or 'an allocation failed'}; "
-            f"peak {size(peak_rss_bytes())}). "
-            f"Last good checkpoint: {there[-1] if there else 'step 0'}. Try, in this order: {'; '.join(tries)}."
+            f"peak {size(peak_rss_bytes())}). Last good checkpoint: {there[-1] if there else 'step 0'}. "
+            f"Try, in this order: {'; '.join([*tries, shorter])}.{on}"
         )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from adapters import LoraConfig, PeftModel, adapter_layers, get_peft_model
+from adapters.match import pattern_matches, selects
 from peft_core.errors import AdapterError, ConfigError
 from peft_core.safetensors_io import load_file, save_file
 from support.adapter_models import TinyModel, logits, randomize
@@ -55,6 +56,61 @@ def test_a_config_that_makes_no_sense_is_one_adapter_error(tmp_path, text, said)
 def test_a_pattern_that_cannot_be_part_of_pefts_expression_is_refused():
     with pytest.raises(ConfigError, match=r"rank_pattern key '\(\?i\)q_proj' is not a regular expression"):
         LoraConfig(target_modules=["q_proj"], rank_pattern={"(?i)q_proj": 4})
+
+
+BOMBS = (
+    "(.+)+X", "((.*)*)*q", "([a-z]+)*X", "(a|a)*X", "(.?){50}X", "(.*){20}X", "(?:(?:.+)+|q)X", "(?=(.+)+X)q",
+    ".*" * 12 + "X", "(.*[.])*X", "(?:[^.]+E?)*X", r"((a|b)?\w)*X", r"(?:\w+e)*X", "([^.]+([.]|l))*X",
+    "(?:[a-z]+[A-Z]?)*X", "(?>(.+)+)X",
+    r"(q)?(?(1)a|(\w*)*)X", "(?:(?:q|v|k|)+)*X",
+    r"(?:(?:(?:(?:\b){999}){999}){999}){999}X",
+)  # fmt: skip
+SETTINGS = {
+    "target_modules": lambda pattern: {"target_modules": pattern},
+    "exclude_modules": lambda pattern: {"exclude_modules": pattern},
+    "rank_pattern key": lambda pattern: {"rank_pattern": {pattern: 4}},
+    "alpha_pattern key": lambda pattern: {"alpha_pattern": {pattern: 4}},
+    "layers_pattern": lambda pattern: {"layers_pattern": pattern, "layers_to_transform": [0]},
+}
+
+
+@pytest.mark.parametrize("pattern", BOMBS)
+def test_a_pattern_that_would_try_for_hours_is_refused_before_it_is_tried(pattern):
+    for name, values in SETTINGS.items():
+        with pytest.raises(ConfigError) as caught:
+            LoraConfig(**{"target_modules": ["q_proj"], **values(pattern)})
+        text = (
+            f"{name} {pattern!r} may try for hours: its repetitions match in too many ways; expected no repetition of"
+        )
+        assert text in str(caught.value)
+        assert str(caught.value).endswith("side by side. Write it without, or list the module names.")
+
+
+@pytest.mark.parametrize("pattern", ["a{99999999999}", "(" * 5000 + "a" + ")" * 5000])
+def test_a_pattern_beyond_the_limits_of_re_is_refused(pattern):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
+        LoraConfig(target_modules=pattern)
+
+
+LAYER = "model.layers.1.self_attn.q_proj"
+UNSLOTH = (
+    "(?:.*?(?:language|text|model).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?(?:k_proj|v_proj|q_proj|"
+    "out_proj|fc1|fc2|o_proj|up|down|gate|proj).*?)|(?:\\bmodel\\.layers\\.[\\d]{1,}\\.(?:self_attn|attention)\\.q_proj)"
+)
+
+
+@pytest.mark.parametrize("pattern", [
+    r".*\.(q|v)_proj", r"model.layers.\d+.self_attn.*", r"^model\.layers\.(0|1)\..*(?:q_proj)$", r"(?:\w+\.)*q_proj",
+    r"([^.]+\.)+(q|v)_proj", r"((\w+)\.)+q_proj", r"^(?!.*visual).*(?:q_proj|k_proj|v_proj|o_proj|gate_proj).*",
+    r".*layers\.([0-9]|1[0-9]|2[0-3])\.self_attn\.(q|k|v|o)_proj", r".*[qkv]_proj", r"(?i).*Q_PROJ", UNSLOTH,
+    r"(.*)(self_attn|mlp)\.(.*)_proj", r"model\..*layers\.\d{1,3}\..*", r"(?!.*lm_head).*", r".*.*.*q_proj",
+])  # fmt: skip
+def test_the_patterns_that_people_write_stay(pattern):
+    assert selects(LoraConfig(target_modules=pattern).target_modules, LAYER)
+    if not pattern.startswith(("^", "(?i)")):
+        assert pattern_matches(
+            next(iter(LoraConfig(target_modules=["q_proj"], rank_pattern={pattern: 4}).rank_pattern)), LAYER
+        )
 
 
 def test_a_rank_of_zero(tmp_path):

@@ -92,6 +92,16 @@ def test_an_adapter_loaded_under_another_name_is_the_same_file(tmp_path):
             tmp_path / "a" / name).read_bytes().replace(b"true", b"false")  # fmt: skip
 
 
+def test_a_vocabulary_that_cannot_grow_says_what_to_do():
+    text = (
+        r"resize_token_embeddings is not supported: expected the vocabulary of the checkpoint: resize it with transform"
+    )
+    for model in (TinyModel(), get_peft_model(TinyModel(), CONFIG)):
+        assert not hasattr(model, "resize_token_embeddings")
+        with pytest.raises(AttributeError, match=text):
+            model.resize_token_embeddings(100)
+
+
 @pytest.mark.parametrize("name", ["merge_adapter", "unmerge_adapter", "add_weighted_adapter"])
 def test_a_name_of_pefts_that_is_not_here_is_refused_with_the_way(name):
     model = get_peft_model(TinyModel(), CONFIG)

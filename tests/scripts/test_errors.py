@@ -1,6 +1,7 @@
 """Every expected error: its exit code, its one block of text, and no traceback."""
 
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -233,6 +234,7 @@ def test_out_of_memory(lab, monkeypatch):
         run.job.Job.steps_left -= model.training
         return model.loss(batch)
 
+    monkeypatch.setattr("run.job.rss_bytes", lambda: 0)  # that of this process has grown when the second run begins
     monkeypatch.setattr(run.job.Job, "steps_left", 6, raising=False)
     monkeypatch.setattr(run.job.Job, "loss", staticmethod(loss))
     done = lab.finetune()
@@ -243,9 +245,19 @@ def test_out_of_memory(lab, monkeypatch):
         "out of memory at step 4 (Unable to allocate 9 GiB",
         f"Last good checkpoint: {last}. Try, in this order: train.memory_budget=",
         "MB (smaller passes, the same step); train.gradient_checkpointing=true (estimate",
-        "data.max_seq_length=1024",
+        "data.max_seq_length=1024 (another run). Continue with: python scripts/finetune.py ",
     )
     assert done.err.startswith("out of memory at step 4")
+    monkeypatch.setattr(run.job.Job, "steps_left", 10**6)
+    command = shlex.split(done.err.split("Continue with: python ")[1])
+    budget, config = command.pop(), lab.run_dir / "config.resolved.toml"
+    assert command == ["scripts/finetune.py", str(config), "--resume"] and budget.startswith("train.memory_budget=")
+    total = json.loads((lab.run_dir / "preflight.json").read_text())["memory"]["total"]
+    megabytes = float(budget.removeprefix("train.memory_budget=").removesuffix("MB"))
+    assert 0.8 * total < megabytes * 1e6  # what half a pass needs: the weights stay
+    for setting in (budget, "train.gradient_checkpointing=true"):
+        done = lab.run("finetune", config, "--resume", last, setting, "output.save_total_limit=9")
+        assert done.code == 0, done.err
 
 
 # ---------------------------------------------------------------------- 6: diverged

@@ -120,8 +120,19 @@ def test_verification_fails_on_a_merge_that_did_nothing(lab, adapter, monkeypatc
 
 @pytest.mark.parametrize("target", ["gguf", "ollama"])
 def test_what_is_not_built_is_refused(lab, target):
-    done = lab.run("export", lab.folder, "--to", target, "--out", lab.folder / "x")
-    assert done.code == 2 and f"--to {target} is not supported yet; expected merged or peft" in done.err
+    with pytest.raises(SystemExit) as stopped:
+        lab.run("export", lab.folder, "--to", target, "--out", lab.folder / "x")
+    told = lab.capsys.readouterr().err
+    assert (
+        stopped.value.code == 2 and f"--to: {target} is not supported yet; expected merged or peft. Use --to m" in told
+    )
+
+
+def test_help_lists_what_works(lab):
+    with pytest.raises(SystemExit):
+        lab.run("export", "--help")
+    told = lab.capsys.readouterr().out
+    assert "--to {merged,peft}" in told and "gguf" not in told.lower() and "ollama" not in told.lower()
 
 
 def test_errors(lab, adapter):

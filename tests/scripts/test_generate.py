@@ -1,6 +1,7 @@
 """generate.py: prompts, comparison, conversation, streaming."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -103,6 +104,27 @@ def test_errors(lab, trained):
         with pytest.raises(SystemExit) as stopped:
             lab.run("generate", trained / "base", *wrong)
         assert stopped.value.code == 2
+
+
+def test_a_prompt_of_other_bytes_is_an_error_of_data(lab, trained, monkeypatch):
+    for argv in (("--prompt", "caf\udce9"), ("--raw", "--prompt", "caf\udce9")):
+        done = ask(lab, trained, *argv)
+        assert done.code == 3 and "caf'; expected whole characters" in done.err
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", typed)
+    done = ask(lab, trained)
+    assert done.code == 3 and "the line typed is not utf-8 text" in done.err and "expected text in utf-8. " in done.err
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_that_is_no_id_is_an_error_of_the_model(lab, name):
+    file = lab.own_base() / name
+    config = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**config, "eos_token_id": ["a"]}))
+    done = lab.run("generate", lab.folder / "base", "--prompt", "a")
+    assert done.code == 4 and f"{name}: eos_token_id is ['a']; expected a token id, a list of them, or null" in done.err
+    done = lab.finetune("--check")
+    assert done.code == 4 and f"{name}: eos_token_id is ['a']" in done.err
 
 
 def test_as_a_program(trained):

@@ -154,6 +154,56 @@ def test_resume_with_changed_settings_names_them(lab):
     assert lab.finetune("--resume", log={"logging_steps": 1}).code == 0  # nothing that touches a weight
 
 
+NOT_EXACT = "sums are rounded otherwise from here on, so the run is no longer bit for bit the one without interruption"
+
+
+def test_what_only_rounds_otherwise_may_change_at_a_whole_step(lab, monkeypatch):
+    monkeypatch.setattr("run.job.rss_bytes", lambda: 0)  # that of this process has grown when the second run begins
+    assert lab.finetune().code == 0
+    expected, older = lab.records(), lab.run_dir / "checkpoints" / "step-4"
+    facts = json.loads((lab.run_dir / "preflight.json").read_text())["memory"]
+    budget = f"{int(facts['total'] - facts['activations'] / 2)}B"
+    for train, said in (
+        ({"memory_budget": budget}, f"train.memory_budget was 'auto' and is '{budget}'"),
+        ({"gradient_checkpointing": True}, "train.gradient_checkpointing was 'auto' and is True"),
+    ):
+        assert lab.finetune("--overwrite").code == 0
+        done = lab.finetune("--resume", older, train=train)
+        assert done.code == 0, done.err
+        (line,) = (line for line in done.out.splitlines() if NOT_EXACT in line)
+        assert line == f"resume   {said}: {NOT_EXACT}"
+        passes = [
+            json.loads((lab.run_dir / f"checkpoints/step-{n}/state.json").read_text())["extra"]["passes"]
+            for n in (4, 6)
+        ]
+        assert passes[0] != passes[1] and passes[1]["recompute"] is ("gradient_checkpointing" in train)
+        for ours, theirs in zip(lab.records(), expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+        # The run goes on as it does now: with its resolved settings, and exactly.
+        done = lab.run("finetune", lab.run_dir / "config.resolved.toml", "--resume")
+        assert done.code == 0 and NOT_EXACT not in done.out, done.err
+
+
+def test_a_changed_budget_that_changes_no_pass_is_exact(lab):
+    assert lab.finetune().code == 0
+    expected = lab.records()
+    done = lab.finetune("--resume", lab.run_dir / "checkpoints" / "step-4", train={"memory_budget": "900GB"})
+    assert done.code == 0 and NOT_EXACT not in done.out and lab.records() == expected
+
+
+def test_in_the_middle_of_a_step_nothing_may_change(lab, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 30)
+        assert lab.finetune(**EXACT).code == 130
+    done = lab.finetune("--resume", **{**EXACT, "train": {**EXACT["train"], "gradient_checkpointing": True}})
+    where = lab.run_dir / "checkpoints" / "step-7.micro-2"
+    text = (
+        f"{where} lies 2 passes into a step and train.gradient_checkpointing was 'auto' and is True; expected the same "
+    )
+    assert done.code == 2 and text in done.err
+    assert "Set them back, or resume a checkpoint of a whole step (a folder step-N) with --resume PATH." in done.err
+
+
 def test_resume_with_changed_data_gives_both_hashes(lab):
     assert lab.finetune().code == 0
     saved = json.loads((lab.run_dir / "checkpoints" / "step-6" / "state.json").read_text())["extra"]["fingerprint"]

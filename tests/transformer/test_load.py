@@ -1,6 +1,7 @@
 """Loading: what fits is mapped, what does not is named, all of it at once."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -81,6 +82,45 @@ def test_sizes_are_checked_before_memory_is_allocated(tmp_path):
     (directory / "config.json").write_text(json.dumps(tiny_config(vocab_size=10**15)))
     with pytest.raises(ModelError, match=r"lm_head.weight: \(97, 32\) float32, expected \(1000000000000000, 32\)"):
         from_pretrained(directory)
+
+
+def test_a_count_of_layers_beyond_the_file_is_refused_before_a_layer_is_built(tmp_path, monkeypatch):
+    directory = write_tiny(tmp_path, num_hidden_layers=2)
+    config = json.loads((directory / "config.json").read_text())
+    monkeypatch.setattr("transformer.load.CausalLM", lambda config: pytest.fail("modules were built"))
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**7}))
+    text = (
+        r"has 10000000 layers \(num_hidden_layers\) and the weights are 21 tensors; expected several tensors for each "
+    )
+    with pytest.raises(ModelError, match=text + r"layer\. Get config.json and weights from one source, completely"):
+        from_pretrained(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["x", ["a"], 1.5, True, {"a": 1}])
+def test_an_end_that_is_no_id_is_refused_by_name(tmp_path, name, value):
+    file = write_tiny(tmp_path) / name
+    config = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**config, "eos_token_id": value}))
+    text = (
+        rf"{name}: eos_token_id is {re.escape(repr(value))}; expected a token id, a list of them, or null\. Correct it"
+    )
+    with pytest.raises(ModelError, match=text):
+        from_pretrained(tmp_path)
+
+
+def test_no_end_at_all_pads_with_zeros(tmp_path):
+    file = write_tiny(tmp_path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [], "pad_token_id": None}))
+    assert from_pretrained(tmp_path).padding_id == 0
+
+
+def test_a_config_nested_too_deeply_is_an_error_of_the_model(tmp_path):
+    (write_tiny(tmp_path) / "config.json").write_text("[" * 100_000)
+    with pytest.raises(
+        ModelError, match=r"config.json is not valid JSON \(.*\); expected an object\. Download it again"
+    ):
+        from_pretrained(tmp_path)
 
 
 def test_a_missing_head_hints_at_tying(tmp_path):

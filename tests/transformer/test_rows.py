@@ -85,6 +85,86 @@ def test_bad_json_names_line_and_column(tmp_path):
         rows_of(tmp_path, '[{"text": "a"},\n{"text" "b"}]', "d.json")
 
 
+@pytest.mark.parametrize(
+    ("damaged", "text"),
+    [
+        ('[{"none": "a"},\n{"text": "b"},]', r"d.json:2: not valid JSON \(Expecting value at column 15\): "),
+        ('[{"none": "a"}\n{"text": "b"}]', r"d.json:2: not valid JSON \(Expecting ',' at column 1\): "),
+        ('[{"none": "a"},\n', r"d.json:2: not valid JSON \(Expecting value at column 1\): "),
+        ('[{"none": "a"}\n', r"d.json:2: not valid JSON \(Expecting ',' at column 1\): "),
+        ('[{"none": "a"}]\n]', r"d.json:2: not valid JSON \(Extra data at column 1\): "),
+        ("[,]", r"d.json:1: not valid JSON \(Expecting value at column 2\): "),
+    ],
+)
+def test_a_damaged_array_is_refused_before_its_rows_are(tmp_path, damaged, text):
+    with pytest.raises(DataError, match=text + r"(?s:.*); expected a JSON array of objects\. Fix the file"):
+        rows_of(tmp_path, damaged, "d.json")
+
+
+DEEP, LONG = '{"text": ' + "[" * 100_000, '{"input_ids": [' + "9" * 5000 + "]}"
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [(DEEP, "JSON that is nested too deeply"), (LONG, "JSON with a number of thousands of digits")],
+)
+def test_what_json_refuses_beside_syntax_names_the_line(tmp_path, line, what):
+    with pytest.raises(DataError, match=rf"d.jsonl:2: {what}; expected one JSON object per line\. Fix or remove this"):
+        rows_of(tmp_path, '{"text": "a"}\n' + line)
+    with pytest.raises(DataError, match=rf"d.json:2: {what}; expected one JSON object per line\. Fix or remove this"):
+        rows_of(tmp_path, '{"text": "a"}\n' + line, "d.json")
+    with pytest.raises(DataError, match=rf"d.json:3: {what}; expected a JSON array of objects\. Fix the file"):
+        rows_of(tmp_path, '[\n{"text": "a"},\n' + line + "]", "d.json")
+    with pytest.raises(DataError, match=rf"d.json:1: {what}; expected one JSON object per line\."):
+        rows_of(tmp_path, line, "d.json")
+
+
+def test_a_row_too_deep_for_its_error_text_names_the_line(tmp_path, monkeypatch):
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    monkeypatch.setattr("transformer.rows.records", lambda file: [(f"{file}:7", {"text": deep})])  # as of a newer json
+    with pytest.raises(
+        DataError, match=r"d.jsonl:7: JSON that is nested too deeply; expected a row\. Fix or remove it"
+    ):
+        rows_of(tmp_path, "{}")
+
+
+@pytest.mark.parametrize("text", [DEEP, '[{"name": "f", "x": ' + "9" * 5000 + "}]"])
+def test_json_inside_a_row_has_the_same_limits(tmp_path, text):
+    message = {"role": "user", "content": "a"}
+    with pytest.raises(DataError, match=r"d.jsonl:1: tools is not valid JSON"):
+        rows_of(tmp_path, [{"messages": [message], "tools": text}])
+    with pytest.raises(DataError, match=r"d.jsonl:1: message 0 has a tool call that is not valid JSON"):
+        rows_of(tmp_path, [{"messages": [{"role": "function_call", "content": text}]}])
+    call = {"function": {"name": "f", "arguments": text}}
+    (row,) = rows_of(tmp_path, [{"messages": [{"role": "assistant", "content": "a", "tool_calls": [call]}]}])
+    assert row.messages[0]["tool_calls"] == [call]
+
+
+CUT = "hi \ud83d"  # what is left of an emoji that was cut in UTF-16
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"text": CUT}, "text"),
+        ({"prompt": "p", "completion": CUT}, "completion"),
+        ({"instruction": CUT, "output": "o"}, "instruction"),
+        ({"messages": [{"role": "user", "content": CUT}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": CUT}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "system": CUT}, "system"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", CUT: 1}]}, "tools"),
+    ],
+)
+def test_half_a_character_names_the_row(tmp_path, row, key):
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path, [{"text": "a"}, row])
+    text = f"d.jsonl:2: {key} holds '\\ud83d' after 'hi '; expected whole characters. It is half of a cut emoji"
+    assert text in str(caught.value)
+    assert rows_of(tmp_path, [{"text": "a", "unused": CUT}])[0].text == "a"
+
+
 def test_unknown_keys_propose_the_columns(tmp_path):
     with pytest.raises(DataError) as caught:
         rows_of(tmp_path, [{"question": "q", "answer": "a"}])

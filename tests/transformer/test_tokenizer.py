@@ -56,6 +56,40 @@ def test_special_tokens_are_read_as_string_or_object_with_a_fallback_file(tmp_pa
         tok.pad_token = "zzz"
 
 
+def test_half_a_character_is_refused_by_name(tmp_path):
+    tok = load(tmp_path)
+    for ask in (tok.encode, tok, tok.tokenize, tok.encode_with_offsets):
+        with pytest.raises(DataError, match=r"tokenize holds '\\udce9' after 'caf'; expected whole .*repair"):
+            ask("caf\udce9")
+
+
+def test_a_pattern_that_never_ends_is_a_fault_of_the_file(tmp_path):
+    file = write_tokenizer(tmp_path) / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": "(.*a){30}$"}, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pre_tokenizer": split}))
+    tok = AutoTokenizer.from_pretrained(tmp_path)
+    for ask in (tok.encode, tok.tokenize, tok.encode_with_offsets):
+        with pytest.raises(FileError) as caught:
+            ask("aaaa aaaa aaab aaaa aaaa aaaa aaaa b")
+        text = str(caught.value)
+        assert (
+            text.startswith(f"{file} fails on this text (")
+            and "; expected rules that end for any text. Get the" in text
+        )
+
+
+def test_an_interruption_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    tok = load(tmp_path)
+    for kind in (KeyboardInterrupt, MemoryError):
+        tok.backend = type("Stopped", (), {"encode": staticmethod(lambda *args, kind=kind, **options: _raise(kind))})()
+        with pytest.raises(kind):
+            tok.encode("a")
+
+
+def _raise(kind):
+    raise kind
+
+
 def test_length_is_the_number_of_embedding_rows_needed(tmp_path):
     tok = load(tmp_path, extra_tokens=("<x>", "<y>"))
     assert len(tok) == max(tok.get_vocab().values()) + 1 == tok.vocab_size + 2
