@@ -15,7 +15,8 @@ Why not numba's own threads: its pool and the BLAS library's spin against each o
 second took 35). A worker here sleeps on a lock until it is called, and ``parallel=True`` compiles four times as long.
 Fast-math comes without ``nnan`` and ``ninf``: with them a diverged run shows a finite loss.
 ``PEFT_CORE_KERNELS=off`` uses the formulas alone, ``PEFT_CORE_TILES=off`` does without the tiles of ``tiles.py``;
-``PEFT_CORE_NUM_THREADS`` sets the number of threads.
+``PEFT_CORE_NUM_THREADS`` sets the number of threads. Numba's own ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES``, set
+together (haswell and +avx2,+fma), have everything compiled for a lesser CPU: the tiles follow.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class use_kernels:
 def tiles_supported(dtype: Any = bfloat16) -> bool:
     """True where kernels on the register tile of ``tiles.py`` run with operands of ``dtype``, bfloat16 or float32.
 
-    That takes AVX-512 (AVX512-BF16 for bfloat16), kernels on, and ``PEFT_CORE_TILES`` not off.
+    That takes kernels on, ``PEFT_CORE_TILES`` not off, and a tile that numba can compile for this CPU.
     """
     wanted = _enabled and os.environ.get("PEFT_CORE_TILES", "on").lower() not in _OFF
     return wanted and dtype in (bfloat16, np.float32) and _tiles_run(dtype == bfloat16)
@@ -226,11 +227,6 @@ def tiles_supported(dtype: Any = bfloat16) -> bool:
 def _tiles_run(half: bool) -> bool:
     _get_pool()  # what is wrong with it is not the tiles' fault
     try:
-        from llvmlite import binding
-
-        features = binding.get_host_cpu_features()
-        if not (features.get("avx512f") and (features.get("avx512bf16") or not half)):
-            return False
         from . import tiles
 
         # pairs of ones in bf16, whose float32 is 1.0019; and twos

@@ -26,6 +26,7 @@ LIBRARIES = {  # what each package may use besides the standard library
 }
 NUMBA_MODULES = {  # kernels on the register tile; nobody else imports one of them at its top
     "peft_core/tiles.py",
+    "peft_core/tile_code.py",
     "peft_core/tile_parts.py",
     "peft_core/packing_tiles.py",
     "peft_core/ops/projection_tiles.py",

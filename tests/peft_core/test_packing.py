@@ -9,7 +9,7 @@ from peft_core import kernels, packing
 from peft_core.safetensors_io import SafeFile, save_file
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-needs_tiles = pytest.mark.skipif(not kernels.tiles_supported(), reason="no AVX512-BF16 here")
+needs_tiles = pytest.mark.skipif(not kernels.tiles_supported(), reason="numba compiles no tiles here")
 dtypes = pytest.mark.parametrize("dtype", [BF16, np.dtype("f4")], ids=str)
 
 

@@ -1,4 +1,4 @@
-"""The register tile and its parts against float64.  Skipped where the CPU has no AVX512-BF16 (AVX-512)."""
+"""The register tile and its parts against float64, as this CPU has them.  Others: test_tile_machines.py."""
 
 import ml_dtypes
 import numpy as np
@@ -6,12 +6,19 @@ import pytest
 
 from peft_core import kernels
 
-needs_tiles = pytest.mark.skipif(not kernels.tiles_supported(), reason="no AVX512-BF16 here")
-needs_float_tiles = pytest.mark.skipif(not kernels.tiles_supported(np.float32), reason="no AVX-512 here")
+needs_tiles = pytest.mark.skipif(not kernels.tiles_supported(), reason="numba compiles no tiles here")
+needs_float_tiles = pytest.mark.skipif(not kernels.tiles_supported(np.float32), reason="numba compiles no tiles here")
 
 
 def bf16(rng, *shape):
     return rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+
+def has_multiply_add():
+    from numba.core.registry import cpu_target
+
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return not triple.startswith("x86") or "+fma" in features.split(",")
 
 
 def elementwise(function, x, dtype=np.float32, **constant):
@@ -102,7 +109,7 @@ def test_a_tile_of_two_kinds_of_words_is_refused():
         run(a, w, c)
 
 
-@pytest.mark.skipif(not (kernels.tiles_supported() and kernels.tiles_supported(np.float32)), reason="no AVX-512 here")
+@pytest.mark.skipif(not (kernels.tiles_supported() and kernels.tiles_supported(np.float32)), reason="no tiles here")
 def test_words_and_elements():
     from numba import njit
 
@@ -133,7 +140,8 @@ def test_words_and_elements():
 @needs_tiles
 def test_exp_is_exact_and_hides_nothing():
     x = np.linspace(-87.3, 88.72, 100_001).astype(np.float32)
-    assert abs(elementwise("exp", x) / np.exp(x.astype(float)) - 1).max() < 4e-7
+    limit = 4e-7 if has_multiply_add() else 5e-6
+    assert abs(elementwise("exp", x) / np.exp(x.astype(float)) - 1).max() < limit
     odd = np.array([np.nan, np.inf, -np.inf, 0, 88.72283, 88.723, 1e30, -88, -1e30], np.float32)
     got = elementwise("exp", odd)
     assert np.isnan(got[0])
@@ -196,9 +204,6 @@ def test_tiles_that_cannot_be_compiled_are_said_once(monkeypatch, capsys):
     def broken(*args):
         raise RuntimeError("no such instruction")
 
-    from llvmlite import binding
-
-    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {"avx512bf16": True, "avx512f": True})
     monkeypatch.setattr(kernels, "run_kernel", broken)
     kernels._tiles_run.cache_clear()
     try:

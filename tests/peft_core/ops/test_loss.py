@@ -11,7 +11,7 @@ from peft_core.ops.loss import cross_entropy, cross_entropy_rows, head_loss
 from support.cases import Case, every, relative_error
 
 module = sys.modules["peft_core.ops.loss"]
-needs_tiles = pytest.mark.skipif(not tiles_supported(), reason="no AVX512-BF16 here")
+needs_tiles = pytest.mark.skipif(not tiles_supported(), reason="numba compiles no tiles here")
 HALF, FULL = ("bfloat16", "float16"), ("float32", "float64")
 
 
