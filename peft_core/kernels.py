@@ -55,6 +55,8 @@ class _Pool:
         self._job: tuple = (None, ())
         self._error: BaseException | None = None
         self._busy = threading.Lock()  # two Python threads may both call a kernel
+        self._team: np.ndarray | None = None  # the words of tile_team.py
+        self._awake = False  # the workers are in tile_team.serve, or have left it and were not called since
         self._go = [threading.Lock() for _ in range(size)]
         self._done = [threading.Lock() for _ in range(size)]
         for lock in self._go + self._done:
@@ -77,9 +79,9 @@ class _Pool:
 
     def run(self, kernel: Callable, args: tuple) -> None:
         with self._busy:
-            self._job, self._error = (kernel, args), None
-            for t in range(1, self.size):
-                self._go[t].release()
+            self._rest()
+            self._error = None
+            self._start(kernel, args)
             try:
                 kernel(0, self.size, *args)
             finally:
@@ -89,11 +91,43 @@ class _Pool:
         if self._error is not None:
             raise self._error
 
+    def _start(self, kernel: Callable | None, args: tuple) -> None:
+        self._job = (kernel, args)
+        for t in range(1, self.size):
+            self._go[t].release()
+
+    def run_awake(self, kernel: Callable, args: tuple) -> None:
+        """Run ``kernel(team, parts, *args)``, which shares its parts with the workers, awake from then on for a moment.
+
+        It returns when all parts are done.  See tile_team.py.
+        """
+        from .tile_team import ASLEEP, WORDS, serve
+
+        with self._busy:
+            if self._team is None:
+                self._team = np.zeros(WORDS, np.int64)
+            if self._awake and self._team[ASLEEP]:
+                self._rest()
+            if not self._awake and self.size > 1:
+                self._start(serve, (self._team,))
+                self._awake = True
+            kernel(self._team, self.size, *args)
+
+    def _rest(self) -> None:
+        """Have the workers leave ``serve`` for their locks; costs something, where a call is for all of them."""
+        if self._awake and self._team is not None:
+            from .tile_team import ASLEEP, QUIT
+
+            self._team[QUIT] = 1
+            for t in range(1, self.size):
+                self._done[t].acquire()
+            self._team[QUIT] = self._team[ASLEEP] = 0
+            self._job, self._awake = (None, ()), False
+
     def close(self) -> None:
         with self._busy:
-            self._job = (None, ())
-            for t in range(1, self.size):
-                self._go[t].release()
+            self._rest()
+            self._start(None, ())
 
 
 _pool: _Pool | None = None
@@ -183,6 +217,11 @@ def _tiles_run(half: bool) -> bool:
 def run_kernel(compiled: Callable, *args: Any) -> None:
     """Run ``compiled(t, T, *args)``, an ``njit(nogil)`` function, on every thread t of the pool's T at once."""
     _get_pool().run(compiled, args)
+
+
+def run_team(compiled: Callable, *args: Any) -> None:
+    """Run ``compiled(team, parts, *args)``, a kernel built on ``tile_team.share``: for calls of microseconds."""
+    _get_pool().run_awake(compiled, args)
 
 
 class _Kernel:
