@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,7 @@ class Workspace:
 
     def get(self, name: str, *shape: int, dtype: Any = np.uint32) -> np.ndarray:
         """An array of this shape with whatever was left in it."""
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        size = math.prod(shape) * np.dtype(dtype).itemsize
         held = self._arrays.get(name)
         if held is None or held.nbytes < size:
             held = np.empty(size + _LINE, np.uint8)

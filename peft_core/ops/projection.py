@@ -20,7 +20,7 @@ from ..backend import Array, xp_of
 from ..blas import product
 from ..dtypes import accumulate_dtype
 from ..tape import op
-from . import projection_fused
+from . import projection_few, projection_fused
 from .activation import _swiglu_backward, _swiglu_forward
 from .common import into, rounded, widen
 from .linear import factor, product_dtype
@@ -119,6 +119,10 @@ def project(
     y has the residual's dtype if there is one, else that of products.  Retains: x for its own gradient through norm or
     gate, or where an a or w trains; s = scale h a^T (N, R) where b trains; the weights.
     """
+    if not any(needs):
+        y = projection_few.attempt(x, residual, norm, tensors, layout, eps, gated)
+        if y is not None:
+            return y, None
     group = list(members(tensors, layout, 3))
     dtype = product_dtype(x, group[0].w)
     if projection_fused.fits(x, norm, gated, group, dtype, needs):

@@ -140,6 +140,13 @@ def fits(x: Array, norm: Array | None, gated: bool, group: list[Member], dtype: 
     )
 
 
+def biases(group: list[Member]) -> Array:
+    """The biases side by side, (O,) float32, or none at all."""
+    if all(m.bias is None for m in group):
+        return np.zeros(0, np.float32)
+    return np.concatenate([np.zeros(len(m.w), "f4") if m.bias is None else m.bias.astype("f4") for m in group])
+
+
 def run(
     x: Array, residual: Array | None, norm: Array | None, eps: float, gated: bool, group: list[Member], dtype: Any,
     needs: tuple[bool, ...],
@@ -154,9 +161,7 @@ def run(
     n_rank = len(ranks.scale)
     scale_w = np.zeros(width, np.float32) if norm is None else np.ascontiguousarray(norm, np.float32)
     r = np.empty(n_rows if norm is not None else 0, np.float32)
-    bias = np.zeros(0, np.float32)
-    if any(m.bias is not None for m in group):
-        bias = np.concatenate([np.zeros(len(m.w), "f4") if m.bias is None else m.bias.astype("f4") for m in group])
+    bias = biases(group)
     under = (
         np.zeros((0, n_out), np.float32)
         if residual is None
