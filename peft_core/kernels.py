@@ -32,6 +32,7 @@ import numpy as np
 
 from .dtypes import bfloat16, is_float
 
+_SMALL = 1 << 14  # elements in all arrays of a call
 FAST_MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
 
@@ -47,6 +48,9 @@ def available_cpus() -> int:
     return max(1, cpus)
 
 
+_QUIT, _ASLEEP, _TEAM_WORDS = 32, 48, 64  # places in the words of tile_team.py, which says what they mean
+
+
 class _Pool:
     """``size`` workers; the caller is worker 0, the others are daemon threads that sleep on a lock between calls."""
 
@@ -55,7 +59,8 @@ class _Pool:
         self._job: tuple = (None, ())
         self._error: BaseException | None = None
         self._busy = threading.Lock()  # two Python threads may both call a kernel
-        self._team: np.ndarray | None = None  # the words of tile_team.py
+        self._team: np.ndarray | None = None  # the words of tile_team.py, imported late: see there
+        self._serve: Any = None
         self._awake = False  # the workers are in tile_team.serve, or have left it and were not called since
         self._go = [threading.Lock() for _ in range(size)]
         self._done = [threading.Lock() for _ in range(size)]
@@ -101,27 +106,25 @@ class _Pool:
 
         It returns when all parts are done.  See tile_team.py.
         """
-        from .tile_team import ASLEEP, WORDS, serve
-
         with self._busy:
             if self._team is None:
-                self._team = np.zeros(WORDS, np.int64)
-            if self._awake and self._team[ASLEEP]:
+                from . import tile_team
+
+                self._team, self._serve = np.zeros(_TEAM_WORDS, np.int64), tile_team.serve
+            if self._awake and self._team[_ASLEEP]:
                 self._rest()
             if not self._awake and self.size > 1:
-                self._start(serve, (self._team,))
+                self._start(self._serve, (self._team,))
                 self._awake = True
             kernel(self._team, self.size, *args)
 
     def _rest(self) -> None:
-        """Have the workers leave ``serve`` for their locks; costs something, where a call is for all of them."""
+        """Have the workers leave ``serve`` for their locks: a call for all of them waits for that."""
         if self._awake and self._team is not None:
-            from .tile_team import ASLEEP, QUIT
-
-            self._team[QUIT] = 1
+            self._team[_QUIT] = 1
             for t in range(1, self.size):
                 self._done[t].acquire()
-            self._team[QUIT] = self._team[ASLEEP] = 0
+            self._team[_QUIT] = self._team[_ASLEEP] = 0
             self._job, self._awake = (None, ()), False
 
     def close(self) -> None:
@@ -252,7 +255,10 @@ class _Kernel:
                       f"used instead ({type(error).__name__}: {first})", file=sys.stderr)  # fmt: skip
                 return False
             self._known.add(signature)
-        _get_pool().run(self._compiled, args)
+        if sum([a.size for a in args if isinstance(a, np.ndarray)]) <= _SMALL:
+            self._compiled(0, 1, *args)  # done before another thread would be awake
+        else:
+            _get_pool().run(self._compiled, args)
         return True
 
 

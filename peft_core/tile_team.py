@@ -21,12 +21,13 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .kernels import _ASLEEP, _QUIT
 from .tile_parts import FAST, INLINE
 
-# Places in the shared words (int64). The first cache line is written by the caller alone but for the claims.
+# Places in the shared words (int64), each kind on cache lines of its own
 _CLAIMS, _BODY, _BLOCK = 0, 1, 2  # call number, parts and next part in one word; the function; where its arguments are
-_DONE, QUIT, ASLEEP = 16, 32, 48  # parts that are done; workers shall leave; how many have left by themselves
-WORDS = 64
+_DONE = 16  # parts that are done
+# _QUIT: workers shall leave.  _ASLEEP: how many have left by themselves.
 
 _PARTS, _CALL = 1 << 10, 1 << 20  # within the word of claims: next part + parts * _PARTS + number of the call * _CALL
 _IDLE = 300_000  # ticks, some 0.1 ms: what waking a worker would cost is about half of it
@@ -186,7 +187,7 @@ def share(team, parts, part, arguments):
 def serve(t, T, team):
     """A worker's time awake: parts of every call, until it is told to leave or no call has come for a while."""
     seen, last = _load(team, _CLAIMS), _ticks()
-    while _load(team, QUIT) == 0:
+    while _load(team, _QUIT) == 0:
         now = _ticks()
         word = _load(team, _CLAIMS)
         if word != seen:
@@ -194,5 +195,5 @@ def serve(t, T, team):
             while _claim(team):
                 pass
         elif now - last > _IDLE:
-            _add(team, ASLEEP, 1)
+            _add(team, _ASLEEP, 1)
             return

@@ -22,16 +22,19 @@ def project(
     """
     if norm is not None and type(norm) is not RMSNorm:
         x, norm = norm(x), None
-    stated = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
-    parts = [p for p in stated if p is not None]
-    if len(parts) < len(stated):
-        return _composed(x, linears, norm, gated, residual)
-    layout = Layout(tuple(bias is not None for _, bias, _ in parts), tuple(tuple(s for *_, s in t) for *_, t in parts))
     tensors: list[Tensor] = []
-    for weight, bias, terms in parts:
+    biased, scales = [], []
+    for linear in linears:
+        parts = linear.parts() if hasattr(linear, "parts") else None
+        if parts is None:
+            return _composed(x, linears, norm, gated, residual)
+        weight, bias, terms = parts
         tensors += [weight] if bias is None else [weight, bias]
+        biased.append(bias is not None)
         for a, b, _ in terms:
             tensors += [a, b]
+        scales.append(tuple([scale for *_, scale in terms]))
+    layout = Layout(tuple(biased), tuple(scales))
     weight, eps = (norm.weight, norm.eps) if isinstance(norm, RMSNorm) else (None, 0.0)
     return ops.project(x, residual, weight, *tensors, layout=layout, eps=eps, gated=gated)
 

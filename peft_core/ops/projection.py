@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ from .linear import factor, product_dtype
 from .norm import _rms_backward, _rms_forward
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How project's flat list of tensors is made up: per linear w, bias if ``biased``, then a and b per scale."""
 
     biased: tuple[bool, ...]
