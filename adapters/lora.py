@@ -163,11 +163,14 @@ class LoraLinear(LoraLayer):
         None where the layer is more than that now: dropout in training, a bias that trains, or another base; then it
         is called as it is.
         """
-        active = [self.adapters[name] for name in self.active]
-        plain = type(self.base_layer) in (Linear, Conv1D) and not any(is_half(a.A.dtype) for a in active)
-        more = any((a.training and a.dropout) or a.lora_bias is not None or a.bias is not None for a in active)
-        base = self.base_layer.parts() if plain and not more else None
-        return None if base is None else (*base[:2], tuple((a.A, a.B, a.scaling) for a in active))
+        terms = []
+        for name in self.active:
+            a = self.adapters[name]
+            if (a.training and a.dropout) or a.lora_bias is not None or a.bias is not None or is_half(a.A.dtype):
+                return None
+            terms.append((a.A, a.B, a.scaling))
+        base = self.base_layer.parts() if type(self.base_layer) in (Linear, Conv1D) else None
+        return None if base is None else (*base[:2], tuple(terms))
 
     def delta(self, names: Sequence[str] | None = None) -> Array:
         """The sum of scaling * B A over ``names``, float32, in the weight's shape."""

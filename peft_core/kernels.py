@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import sys
 import threading
 from collections.abc import Callable
@@ -33,6 +34,7 @@ import numpy as np
 
 from .dtypes import bfloat16, is_float
 
+_SMALL = 1 << 14  # elements in all arrays of a call
 FAST_MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
 
@@ -46,6 +48,9 @@ def available_cpus() -> int:
     except (OSError, ValueError):
         pass
     return max(1, cpus)
+
+
+_QUIT, _ASLEEP, _TEAM_WORDS = 32, 48, 64  # places in the words of tile_team.py, which says what they mean
 
 
 class _Worker:
@@ -79,13 +84,15 @@ class _Pool:
         self._error: BaseException | None = None
         self._busy = threading.Lock()  # two Python threads may both call a kernel
         self._workers: list[_Worker] = []
+        self._team: np.ndarray | None = None  # the words of tile_team.py, imported late: see there
+        self._serve: Any = None
+        self._awake = False  # the job is tile_team.serve, and the workers are in it or have left it by themselves
         self.resize(size)
 
     def resize(self, size: int) -> None:
         """Have ``size`` workers as soon as no kernel runs."""
         with self._busy:
-            if self._job is not None:
-                self._come_to_rest()
+            self._rest()
             workers, leaving = self._workers[: size - 1], self._workers[size - 1 :]
             for t in range(len(workers) + 1, size):
                 workers.append(_Worker())
@@ -117,8 +124,7 @@ class _Pool:
     def run(self, kernel: Callable, args: tuple, shares: int | None = None) -> None:
         """Run the ``shares`` of a kernel's work, by default as many as there are workers."""
         with self._busy:
-            if self._job is not None:  # a second interrupt cut the wait after the first one short
-                self._come_to_rest()
+            self._rest()  # from being awake, or from a second interrupt that cut the wait after the first one short
             self._number, self._error = self._number + 1, None
             shares = shares or self.size
             self._job = self._number, kernel, args, shares, self.size
@@ -153,6 +159,36 @@ class _Pool:
                 self._job = None
             except BaseException:  # the exception that led here is the one that is raised
                 continue
+
+    def _rest(self) -> None:
+        """Have no job: the workers leave ``serve`` for their bells, and what was interrupted comes to its end."""
+        if self._job is None:
+            return
+        if self._team is not None:
+            self._team[_QUIT] = 1
+        self._come_to_rest()
+        if self._team is not None:
+            self._team[_QUIT] = self._team[_ASLEEP] = 0
+        self._awake = False
+
+    def run_awake(self, kernel: Callable, args: tuple) -> None:
+        """Run ``kernel(team, parts, *args)``, which shares its parts with the workers, awake from then on for a moment.
+
+        It returns when all parts are done.  See tile_team.py.
+        """
+        with self._busy:
+            if self._team is None:
+                from . import tile_team
+
+                self._team, self._serve = np.zeros(_TEAM_WORDS, np.int64), tile_team.serve
+            if not self._awake or self._team[_ASLEEP]:
+                self._rest()
+            if not self._awake and self.size > 1:
+                self._number += 1
+                self._job = self._number, self._serve, (self._team,), self.size, self.size
+                self._awake = True
+                self._call()
+            kernel(self._team, getattr(_told, "n", None) or self.size, *args)
 
 
 _pool: _Pool | None = None
@@ -267,6 +303,17 @@ def dispatcher(function: Callable, *parts: str) -> Any:
     return made
 
 
+@functools.cache
+def team_supported() -> bool:
+    """True where ``run_team`` works: on x86-64, whose clock and pause tile_team.py waits by."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def run_team(compiled: Callable, *args: Any) -> None:
+    """Run ``compiled(team, parts, *args)``, a kernel built on ``tile_team.share``: for calls of microseconds."""
+    _get_pool().run_awake(compiled, args)
+
+
 class _Kernel:
     """A numba function compiled at its first call with a new set of argument types."""
 
@@ -293,7 +340,10 @@ class _Kernel:
                       f"used instead ({type(error).__name__}: {first})", file=sys.stderr)  # fmt: skip
                 return False
             self._known.add(signature)
-        _get_pool().run(self._compiled, args)
+        if sum([a.size for a in args if isinstance(a, np.ndarray)]) <= _SMALL:
+            self._compiled(0, 1, *args)  # done before another thread would be awake
+        else:
+            _get_pool().run(self._compiled, args)
         return True
 
 

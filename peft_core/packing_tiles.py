@@ -6,14 +6,59 @@ Imported inside functions only (see tiles.py).
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
 from numba import types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from .tile_parts import kernel, per
 from .tiles import COLUMNS
 
 _U16 = np.uint32(16)
+_intrinsic: Any = intrinsic  # its annotation counts the typing context among a caller's arguments
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_ROW = ir.VectorType(_I32, 16)
+
+
+def _turned(b: ir.IRBuilder, rows: list) -> list:
+    """Sixteen vectors of sixteen words, transposed: squares of 8, 4, 2 and 1 words change places."""
+    for d in (8, 4, 2, 1):
+        above = [c if not c & d else 16 + (c ^ d) for c in range(16)]
+        below = [c | d if not c & d else 16 + c for c in range(16)]
+        for i in (i for i in range(16) if not i & d):
+            pair = rows[i], rows[i | d]
+            rows[i], rows[i | d] = (
+                b.shuffle_vector(*pair, ir.Constant(ir.VectorType(_I32, 16), mask)) for mask in (above, below)
+            )
+    return rows
+
+
+@_intrinsic
+def _turn16(typing, w, at, ld, out, to, ldo):
+    """out[to + k ldo + j] = word k from element at + j ld of w, for 16 rows j and 16 words k; flat arrays."""
+
+    def write(context, b, signature, args):
+        def place(i: int, element: Any, aligned: int) -> Any:
+            data = context.make_array(signature.args[i])(context, b, args[i]).data
+            return b.bitcast(b.gep(data, [element]), _ROW.as_pointer()), aligned
+
+        def offset(j: int, first: Any, stride: Any) -> Any:
+            return b.add(first, b.mul(stride, ir.Constant(_I64, j)))
+
+        rows = []
+        for j in range(16):
+            pointer, aligned = place(0, offset(j, args[1], args[2]), 2)
+            rows.append(b.load(pointer))
+            rows[-1].align = aligned
+        for k, row in enumerate(_turned(b, rows)):
+            pointer, aligned = place(3, offset(k, args[4], args[5]), 4)
+            b.store(row, pointer).align = aligned
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(w, n, n, out, n, n), write
 
 
 def _word(w, o, i, down):
@@ -44,9 +89,13 @@ def pack_rows(t, T, w, out):
     n_out, n_in = w.shape
     step = per(out)
     words = (n_in + step - 1) // step
-    panels = (n_out + COLUMNS - 1) // COLUMNS
+    panels, flat = (n_out + COLUMNS - 1) // COLUMNS, w.reshape(-1)
     for p in range(panels * t // T, panels * (t + 1) // T):
-        for k in range(words):
+        whole = n_in // step // 16 * 16 if (p + 1) * COLUMNS <= n_out else 0
+        for k in range(0, whole, 16):
+            for j in range(0, COLUMNS, 16):
+                _turn16(flat, (p * COLUMNS + j) * n_in + step * k, n_in, out, (p * words + k) * COLUMNS + j, COLUMNS)
+        for k in range(whole, words):
             at = (p * words + k) * COLUMNS
             for j in range(COLUMNS):
                 out[at + j] = _word(w, p * COLUMNS + j, step * k, False)

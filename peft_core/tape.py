@@ -115,11 +115,13 @@ def op(function: Callable) -> Callable[..., Tensor]:
 
     @functools.wraps(function)
     def apply(*inputs: Any, **params: Any) -> Tensor:
-        record = _recording.get()
-        needs = tuple(record and isinstance(t, Tensor) and t.requires_grad for t in inputs)
+        if _recording.get():
+            needs = tuple(isinstance(t, Tensor) and t.requires_grad for t in inputs)
+        else:
+            needs = (False,) * len(inputs)
         if wants_needs:
             params["needs"] = needs
-        y, vjps = function(*(t.data if isinstance(t, Tensor) else t for t in inputs), **params)
+        y, vjps = function(*[t.data if isinstance(t, Tensor) else t for t in inputs], **params)
         if vjps is None or not any(needs):
             return Tensor(y)
         edges = [(t.grad_fn or t) if need else None for t, need in zip(inputs, needs, strict=True)]

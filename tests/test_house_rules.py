@@ -29,12 +29,15 @@ NUMBA_MODULES = {  # kernels on the register tile; nobody else imports one of th
     "peft_core/tile_code.py",
     "peft_core/tile_parts.py",
     "peft_core/packing_tiles.py",
+    "peft_core/tile_team.py",
     "peft_core/ops/projection_tiles.py",
     "peft_core/ops/projection_rows_tiles.py",
     "peft_core/ops/projection_ranks_tiles.py",
+    "peft_core/ops/projection_few_tiles.py",
     "peft_core/ops/attention_tiles.py",
     "peft_core/ops/attention_tiles_back.py",
     "peft_core/ops/loss_tiles.py",
+    "peft_core/ops/decode_tiles.py",
 }
 PEER = {"scripts/run/bench_peer.py": {"torch", "transformers", "peft"}}  # what is measured against; imported on demand
 OURS = set(MAY_IMPORT) | {"run"}

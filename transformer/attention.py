@@ -8,6 +8,7 @@ from typing import Any
 from peft_core import ops
 from peft_core.backend import Array
 from peft_core.nn import Module, project
+from peft_core.ops.decode import attend_next
 from peft_core.tensor import Tensor
 from transformer.cache import KVCache
 from transformer.config import ModelConfig
@@ -19,7 +20,8 @@ class Place:
     """Where the tokens of a stream stand: what attention and positions need to know, the same for all layers.
 
     cu_seqlens (B+1,).  Rotary positions: cos, sin (N, K/2) float32; learned ones: positions (N,).  With a cache also
-    the slots (N,) of the tokens and the keys' lengths.
+    the slots (N,) of the tokens and the keys' lengths, and, where no row has more than one token, how many keys each
+    token sees.
     """
 
     cu_seqlens: Any
@@ -29,6 +31,7 @@ class Place:
     cache: KVCache | None = None
     slots: Any = None
     k_lengths: Any = None
+    seen: Any = None
 
 
 class Attention(Module):
@@ -61,6 +64,12 @@ class Attention(Module):
 
     def _attend_to_cache(self, qkv: Tensor, place: Place, cache: KVCache) -> Tensor:
         n = qkv.shape[0]
+        if place.seen is not None:
+            keys, values = cache.room(self.layer, qkv.data, (self.n_groups, self.head_dim))
+            o = attend_next(qkv.data, keys, values, cos=place.cos, sin=place.sin, slots=place.slots, seen=place.seen,
+                            n_heads=self.n_heads, scale=self.scale, window=self.window)  # (N, H K)  # fmt: skip
+            if o is not None:
+                return Tensor(o)
         heads = ops.reshape(qkv, shape=(n, -1, self.head_dim))  # (N, H + 2 G, K)
         q, k, v = heads[:, : self.n_heads], heads[:, self.n_heads : -self.n_groups], heads[:, -self.n_groups :]
         if place.cos is not None:

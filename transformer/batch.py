@@ -67,6 +67,11 @@ class Batch:
         return len(self.ids)
 
     @property
+    def one_each(self) -> bool:
+        """True where no row has more than one token."""
+        return bool((np.diff(self.cu_seqlens) <= 1).all())
+
+    @property
     def n_labelled(self) -> int:
         """The number of tokens that a loss is taken of."""
         return int(np.count_nonzero(self.targets != IGNORED))

@@ -48,9 +48,15 @@ class KVCache:
 
     def put(self, layer: int, slots: Array, k: Tensor, v: Tensor) -> tuple[Array, Array]:
         """Store k and v (N, G, K) of one layer; returns all its keys and values (B * max_length, G, K)."""
-        for store, new in ((self._keys, k.data), (self._values, v.data)):
-            if store[layer] is None:
-                shape = (self.n_rows * self.max_length, *new.shape[1:])
-                store[layer] = xp_of(new).zeros(shape, self.dtype or new.dtype)
-            store[layer][slots] = new
+        room = self.room(layer, k.data, k.shape[1:])
+        for store, new in zip(room, (k.data, v.data), strict=True):
+            store[slots] = new
+        return room
+
+    def room(self, layer: int, like: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """The keys and values of one layer, (B * max_length, G, K) for ``shape`` (G, K), made on first use."""
+        if self._keys[layer] is None:
+            for store in (self._keys, self._values):
+                size = (self.n_rows * self.max_length, *shape)
+                store[layer] = xp_of(like).zeros(size, self.dtype or like.dtype)
         return self._keys[layer], self._values[layer]

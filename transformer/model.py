@@ -97,7 +97,8 @@ class CausalLM(Module):
         device = self.get_input_embeddings().weight.device
         where = self._positions(batch.positions, device)
         slots, k_lengths = (None, None) if cache is None else cache.reserve(batch.cu_seqlens)
-        place = Place(batch.cu_seqlens, **where, cache=cache, slots=slots, k_lengths=k_lengths)
+        seen = k_lengths[k_lengths > 0] if k_lengths is not None and batch.one_each else None
+        place = Place(batch.cu_seqlens, **where, cache=cache, slots=slots, k_lengths=k_lengths, seen=seen)
         recomputed = self.gradient_checkpointing and is_grad_enabled() and cache is None
         return self.decoder(to_device(batch.ids, device), place, recomputed)
 

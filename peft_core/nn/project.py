@@ -28,16 +28,19 @@ def project(
     fused = type(norm) is RMSNorm or (type(norm) is LayerNorm and norm.bias is not None)
     if norm is not None and not fused:
         x, norm = norm(x), None
-    stated = [linear.parts() if hasattr(linear, "parts") else None for linear in linears]
-    parts = [p for p in stated if p is not None]
-    if len(parts) < len(stated):
-        return _composed(x, linears, norm, activation, residual)
-    layout = Layout(tuple(bias is not None for _, bias, _ in parts), tuple(tuple(s for *_, s in t) for *_, t in parts))
     tensors: list[Tensor] = []
-    for weight, bias, terms in parts:
+    biased, scales = [], []
+    for linear in linears:
+        parts = linear.parts() if hasattr(linear, "parts") else None
+        if parts is None:
+            return _composed(x, linears, norm, activation, residual)
+        weight, bias, terms = parts
         tensors += [weight] if bias is None else [weight, bias]
+        biased.append(bias is not None)
         for a, b, _ in terms:
             tensors += [a, b]
+        scales.append(tuple([scale for *_, scale in terms]))
+    layout = Layout(tuple(biased), tuple(scales))
     weight, shift, eps = (None, None, 0.0)
     if isinstance(norm, RMSNorm | LayerNorm):
         weight, shift, eps = norm.weight, getattr(norm, "bias", None), norm.eps

@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from ..backend import Array, xp_of
 from ..dtypes import bfloat16
-from ..kernels import formula
+from ..kernels import formula, get_num_threads, run_team, team_supported, tiles_supported
+from ..packing import elements
+from ..workspace import workspace
+
+_NO_ANGLES = np.zeros((0, 0), np.float32)
+
+
+def attend_next(
+    qkv: Array, keys: Array, values: Array, *, cos: Any, sin: Any, slots: Array, seen: Array, n_heads: int,
+    scale: float | None = None, window: int | None = None,
+) -> Array | None:  # fmt: skip
+    """rotary_attention of one new token a row, which is put into the cache: o (N, H K) of qkv (N, (H + 2G) K).
+
+    keys and values (S, G, K) are written to: token n's go to slots[n], and it sees the seen[n] last up to there, its
+    own included; with a window no more than so many.  cos and sin (N, K/2) float32, or None for no rotation.
+    None, and nothing written, where the kernel does not run: no tiles, or a cache of another dtype.
+    """
+    width, dtype = keys.shape[2], qkv.dtype
+    fit = type(qkv) is np.ndarray and keys.dtype == dtype and width % 2 == 0 and len(qkv) > 0
+    if not (fit and tiles_supported(dtype) and team_supported()):
+        return None
+    from . import decode_tiles as kernels
+
+    seen = seen if window is None else np.minimum(seen, window)
+    factor = np.float32(1 / math.sqrt(width) if scale is None else scale)
+    o = np.empty((len(qkv), n_heads * width), dtype)
+    with workspace:
+        size = int(seen.max()) + 2 * width + 16
+        scratch = workspace.get("scratch", get_num_threads(), size, dtype=np.float32)
+        run_team(kernels.attend_next, elements(qkv, dtype), _NO_ANGLES if cos is None else cos,
+                 _NO_ANGLES if sin is None else sin, elements(keys, dtype), elements(values, dtype), slots, seen,
+                 n_heads, factor, elements(o, dtype), scratch)  # fmt: skip
+    return o
 
 
 def attend_one(q: Array, k: Array, v: Array, first: Array, lengths: Array, scale: float) -> Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,15 +20,14 @@ from ..backend import Array, xp_of
 from ..blas import product
 from ..dtypes import accumulate_dtype
 from ..tape import op
-from . import projection_fused
+from . import projection_few, projection_fused
 from .activation import _gelu_tanh, _gelu_tanh_backward, _swiglu_backward, _swiglu_forward
 from .common import into, rounded, widen
 from .linear import factor, product_dtype
 from .norm import _layer_backward, _layer_forward, _rms_backward, _rms_forward
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How project's flat list of tensors is made up: per linear w, bias if ``biased``, then a and b per scale."""
 
     biased: tuple[bool, ...]
@@ -162,10 +161,13 @@ def project(
     activation, or where an a or w trains; s = scale h a^T (N, R) where b trains; the weights.
     Raises ValueError for shapes that do not fit.
     """
+    dtype, before = product_dtype(x, tensors[0]), projection_fused.Before(norm, shift, eps, activation)
+    if not any(needs):
+        y = projection_few.attempt(x, residual, before, tensors, layout, dtype)
+        if y is not None:
+            return y, None
     group = list(members(tensors, layout, 4))
-    _check_shapes(x, residual, norm, shift, group, activation)
-    dtype = product_dtype(x, group[0].w)
-    before = projection_fused.Before(norm, shift, eps, activation)
+    check_shapes(x, residual, before, group)
     if projection_fused.fits(x, before, group, dtype, needs):
         y, vjp = projection_fused.run(x.reshape(-1, x.shape[-1]), residual, before, group, dtype, needs)
         return y.reshape(*x.shape[:-1], y.shape[1]), vjp
@@ -183,9 +185,9 @@ def _before(norm: Array | None, shift: Array | None, eps: float, activation: str
     return Norm(norm, eps) if shift is None else LayerNorm(norm, shift, eps)
 
 
-def _check_shapes(
-    x: Array, residual: Array | None, norm: Array | None, shift: Array | None, group: list[Member], activation: Any
-) -> None:
+def check_shapes(x: Array, residual: Array | None, before: projection_fused.Before, group: list[Member]) -> None:
+    """Raise ValueError for shapes that do not fit, or for what cannot stand before the products."""
+    norm, shift, _, activation = before
     if activation not in ACTIVATIONS or (norm is not None and activation) or (norm is None and shift is not None):
         behind = " behind a norm" if norm is not None else ""
         raise ValueError(

@@ -80,6 +80,13 @@ def fits(x: Array, before: Before, group: list[Member], dtype: Any, needs: tuple
     )
 
 
+def biases(group: list[Member]) -> Array:
+    """The biases side by side, (O,) float32, or none at all."""
+    if all(m.bias is None for m in group):
+        return np.zeros(0, np.float32)
+    return np.concatenate([np.zeros(len(m.w), "f4") if m.bias is None else m.bias.astype("f4") for m in group])
+
+
 def run(
     x: Array, residual: Array | None, before: Before, group: list[Member], dtype: Any, needs: tuple[bool, ...]
 ) -> tuple[Array, Callable]:
@@ -93,9 +100,7 @@ def run(
     places = ranks.places
     n_rank = places.n_rank
     norm = NormArrays.of(before, width, n_rows)
-    bias = np.zeros(0, np.float32)
-    if any(m.bias is not None for m in group):
-        bias = np.concatenate([np.zeros(len(m.w), "f4") if m.bias is None else m.bias.astype("f4") for m in group])
+    bias = biases(group)
     under = (
         np.zeros((0, n_out), np.float32)
         if residual is None

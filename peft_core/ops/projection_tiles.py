@@ -61,7 +61,7 @@ def _low_rank_rows(a, ld, ap, depth, scale, pad, s16, lds, sums):
 
 
 @njit(**INLINE)
-def _rows_out(sums, rows, first, n_columns, residual, has_residual, y, y1, n):
+def rows_out(sums, rows, first, n_columns, residual, has_residual, y, y1, n):
     """Eight rows and 48 columns of sums into y: on top of the residual, or rounded to bf16."""
     width = y.shape[1]
     for i in range(rows):
@@ -110,7 +110,7 @@ def forward(
                     for i in range(8):
                         for c in range(n_columns):
                             sums[i * 48 + c] += bias[first + c]
-                _rows_out(sums, min(8, rows - p), first, n_columns, residual, has_residual, y, y1, r0 + p)
+                rows_out(sums, min(8, rows - p), first, n_columns, residual, has_residual, y, y1, r0 + p)
 
 
 # ------------------------------------------------------------------------------------------------ backward

@@ -28,6 +28,7 @@ def _make():
 
 scaled = _make()
 x32 = np.arange(12, dtype=np.float32).reshape(4, 3)
+x_large = np.arange(30_000, dtype=np.float32).reshape(300, 100)  # enough for more than one thread
 
 
 @pytest.mark.parametrize(
@@ -55,9 +56,21 @@ def test_every_number_of_threads_gives_the_same(threads):
     try:
         kernels.set_num_threads(threads)
         assert kernels.get_num_threads() == threads
-        np.testing.assert_array_equal(scaled(x32, np.float32(3))[0], x32 * 3)
+        for x in (x32, x_large):
+            np.testing.assert_array_equal(scaled(x, np.float32(3))[0], x * 3)
     finally:
         kernels.set_num_threads(before)
+
+
+def test_a_small_call_wakes_nobody(monkeypatch):
+    scaled(x32, np.float32(2))  # compiled
+    scaled(x_large, np.float32(2))
+    calls, pool = [], kernels._get_pool()
+    monkeypatch.setattr(pool, "run", lambda kernel, args: calls.append(kernel))
+    np.testing.assert_array_equal(scaled(x32, np.float32(2))[0], x32 * 2)
+    assert not calls
+    scaled(x_large, np.float32(2))
+    assert len(calls) == 1
 
 
 def test_the_number_of_threads_is_at_least_one():
@@ -129,7 +142,7 @@ def test_nan_and_infinity_survive_fast_math():
 
 
 def test_the_pool_at_rest_keeps_no_array_alive():
-    x = np.ones((4, 3), np.float32)
+    x = x_large.copy()
     gone = weakref.ref(x)
     scaled(x, np.float32(2))
     del x

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from peft_core.errors import ConfigError, DataError, DivergedError
+from peft_core.kernels import tiles_supported
+from peft_core.ops import decode, projection_few
 from support.tiny_models import padded, ragged_rows, write_tiny
 from transformer import from_pretrained, generate
 from transformer.generate import probabilities
@@ -32,6 +34,18 @@ def test_greedy_is_the_likeliest_token_each_time(model):
 def test_the_cache_changes_nothing(model, settings):
     with_cache = generate(model, PROMPTS, max_new_tokens=12, **settings)
     assert with_cache == generate(model, PROMPTS, max_new_tokens=12, use_cache=False, **settings)
+
+
+@pytest.mark.skipif(not tiles_supported(np.float32), reason="this CPU has no AVX-512")
+def test_a_token_after_the_first_takes_one_kernel_a_product_and_one_a_layer_of_attention(tmp_path, monkeypatch):
+    model, calls = from_pretrained(write_tiny(tmp_path), dtype="float32"), []
+    for module in (decode, projection_few):
+        monkeypatch.setattr(module, "run_team", lambda *args, run=module.run_team: (calls.append(args[0]), run(*args)))
+    layers, n = model.config.num_hidden_layers, 5
+    generate(model, [[1] * 40, [2] * 40], max_new_tokens=1, eos_token_id=())
+    assert len(calls) == 1  # the head for the last token of each row
+    generate(model, [[1] * 40, [2] * 40], max_new_tokens=n, eos_token_id=())
+    assert len(calls) == 1 + n + (n - 1) * 5 * layers
 
 
 def test_rows_do_not_know_each_other(model):
