@@ -2,9 +2,9 @@
 
 Sums stay in registers while the summed dimension goes by, so a CPU with fewer or shorter registers gets smaller blocks:
 the tile that kernels call is then a function that calls one block after another. Where no instruction multiplies pairs
-of bf16, the halves of each word are widened to float32: those of the left operand ahead of the blocks, on the stack,
-for in registers that would take as many instructions as the products of a block; those of the right one in registers,
-which all rows of the block share.
+of bf16, the halves of each word are widened to float32: those of the right operand in registers, which all rows of a
+block share; those of the left one ahead of the blocks, row by row into memory, because in registers each element would
+take an instruction for every few products, and on most CPUs in the place of one.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ def processes():
     yield started
     for process in started.values():
         process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -112,7 +112,7 @@ def check_ops():
 
     def run(precision):
         with autocast(precision):
-            y = ops.project(Tensor(x, True), None, Tensor(np.ones(64, "f4")), Tensor(w), a, b,
+            y = ops.project(Tensor(x, True), None, Tensor(np.ones(64, "f4")), None, Tensor(w), a, b,
                             layout=Layout((False,), ((2.0,),)))  # fmt: skip
             loss = ops.head_loss(Tensor(x.astype(bfloat16)), Tensor(head), targets)
         o = ops.rotary_attention(Tensor(qkv if precision else qkv.astype(float)), cos=np.cos(angles),
