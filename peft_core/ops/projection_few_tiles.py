@@ -73,7 +73,7 @@ def _columns(t, T, before, x, norm, shift, eps, wp, panels, ap, bp, scale, bias,
     rest = scratch[t, pad * (ld + lds) : pad * (ld + lds) + 8 * 48 + 2 * n_rows].view(np.float32)
     sums, r, mean = rest[: 8 * 48], rest[8 * 48 : 8 * 48 + n_rows], rest[8 * 48 + n_rows :]
     a16, s16 = elements(a), elements(s)
-    rows_in(before, x, norm, shift, r, mean, eps, 0, n_rows, pad, a16, step * ld)
+    rows_in(before, wp, x, norm, shift, r, mean, eps, 0, n_rows, pad, a16, step * ld)
     _low_rank_rows(high, a, ld, ap, depth, scale, pad, s16, step * lds, sums)
     for j in range(len(panels) * t // T, len(panels) * (t + 1) // T):
         first, n_columns, b0, ldb, rank0, n_ranks = panels[j]

@@ -7,9 +7,11 @@ Imported inside functions only (see tiles.py).  What stands before the products 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 from ..tile_parts import INLINE, exp, get, put
 from ..tiles import round16
@@ -18,6 +20,23 @@ from .projection_fused import GATED, GELU, LAYER, NORM, PLAIN
 _ONE, _ZERO = np.float32(1), np.float32(0)
 # gelu by tanh is x / (1 + e^-p), p = x (C1 + C3 x^2): (1 + tanh u) / 2 is the logistic function of 2 u
 _C1, _C3, _D3 = (np.float32(2 * math.sqrt(2 / math.pi) * c) for c in (1, 0.044715, 3 * 0.044715))
+
+
+def normed(before: int, x: Any, words: Any) -> bool:
+    """True where a norm stands before the products.
+
+    Where the types say it, x being float32 or elements of bf16, the other half of a kernel is not compiled for long.
+    """
+    raise NotImplementedError("for kernels")
+
+
+@overload(normed)
+def _normed(before, x, words):
+    if words.dtype == types.float32:
+        return lambda before, x, words: before in (NORM, LAYER)
+    if x.dtype == types.float32:
+        return lambda before, x, words: True
+    return lambda before, x, words: False
 
 
 @njit(**INLINE)
@@ -178,18 +197,25 @@ def gelu_out(part, n_columns, h16, at, gx, gx1, n, j, width):
 
 
 @njit(**INLINE)
-def rows_in(before, x, norm, shift, r, mean, eps, r0, rows, pad, out, ld):
-    """A block of h as elements.  Branches for another dtype of x are compiled too, and never taken."""
+def _normed_row(before, row, norm, shift, r, mean, n, to):
+    if before == LAYER:
+        _layer_row(row, norm, shift, mean[n], r[n], to)
+    else:
+        _norm_row(row, norm, r[n], to)
+
+
+@njit(**INLINE)
+def rows_in(before, words, x, norm, shift, r, mean, eps, r0, rows, pad, out, ld):
+    """A block of h as elements.  words: an array of the operands' type."""
     half = x.shape[1] // 2
     for i in range(rows):
         row, n, to = x[r0 + i], r0 + i, out[i * ld : i * ld + ld]
-        if before == NORM:
-            r[n] = _inverse_root(row, _ZERO, eps)
-            _norm_row(row, norm, r[n], to)
-        elif before == LAYER:
-            mean[n] = _mean(row)
-            r[n] = _inverse_root(row, mean[n], eps)
-            _layer_row(row, norm, shift, mean[n], r[n], to)
+        if normed(before, x, words):
+            centre = _ZERO
+            if before == LAYER:
+                centre = mean[n] = _mean(row)
+            r[n] = _inverse_root(row, centre, eps)
+            _normed_row(before, row, norm, shift, r, mean, n, to)
         elif before == GATED:
             _gate_row(row[:half], row[half:], to)
         elif before == GELU:
@@ -201,15 +227,13 @@ def rows_in(before, x, norm, shift, r, mean, eps, r0, rows, pad, out, ld):
 
 
 @njit(**INLINE)
-def rows_again(before, x, norm, shift, r, mean, r0, rows, pad, out, ld, wants_x):
+def rows_again(before, words, x, norm, shift, r, mean, r0, rows, pad, out, ld, wants_x):
     """h once more, for dA; behind an activation it comes with the activation's gradient, where that is wanted."""
     half = x.shape[1] // 2
     for i in range(rows):
         n, to = r0 + i, out[i * ld : i * ld + ld]
-        if before == NORM:
-            _norm_row(x[n], norm, r[n], to)
-        elif before == LAYER:
-            _layer_row(x[n], norm, shift, mean[n], r[n], to)
+        if normed(before, x, words):
+            _normed_row(before, x[n], norm, shift, r, mean, n, to)
         elif before == PLAIN:
             copy_row(x[n], to)
         elif not wants_x and before == GATED:

@@ -16,7 +16,7 @@ from numba import njit
 
 from ..tile_parts import INLINE, elements, kernel, pair_rows, per, put, will_read, will_write
 from ..tiles import tile_8x16, tile_8x48
-from .projection_fused import GATED, GELU, LAYER, NORM, PLAIN
+from .projection_fused import GATED, GELU, PLAIN
 from .projection_rows_tiles import (
     copy_row,
     gate_back,
@@ -24,6 +24,7 @@ from .projection_rows_tiles import (
     gelu_back,
     gelu_out,
     norm_back,
+    normed,
     round48,
     round_row,
     rows_again,
@@ -95,7 +96,7 @@ def forward(
     for r0 in range(start, end, block):
         rows = min(block, end - r0)
         pad = (rows + 7) // 8 * 8
-        rows_in(before, x, norm, shift, r, mean, eps, r0, rows, pad, a16, step * ld)
+        rows_in(before, wp, x, norm, shift, r, mean, eps, r0, rows, pad, a16, step * ld)
         _low_rank_rows(a, ld, ap, depth, scale, pad, s16, step * lds, sums)
         for i in range(rows):
             copy_row(s16[i * step * lds : i * step * lds + n_rank], s_out[r0 + i])
@@ -169,7 +170,9 @@ def _gradient_x(
     for j in range(0, width, 48):
         n_columns = min(48, width - j)
         for p in range(0, pad, 8):
-            if before == GATED:
+            if normed(before, x, g):
+                pass  # dh is the block's own
+            elif before == GATED:
                 for side in range(2):
                     at = (r0 + p) * 2 * width + side * width + j
                     will_read(x1, at, 2 * width, min(8, rows - p), n_columns)
@@ -183,7 +186,7 @@ def _gradient_x(
                 tile_8x48(s, p * lds, lds, atp, j, wide, n_ranks, sums, 0, 48, 1)
             for i in range(min(8, rows - p)):
                 part, n = sums[i * 48 : i * 48 + n_columns], r0 + p + i
-                if before in (NORM, LAYER):
+                if normed(before, x, g):
                     to = dh[(p + i) * wide + j : (p + i) * wide + j + n_columns]
                     for c in range(n_columns):
                         to[c] = part[c]
@@ -231,7 +234,7 @@ def backward(
             pair_rows(g16, step * ldg, pad, n_out, inter, ldi)
             _turn(s_in[r0 : r0 + rows].reshape(-1), n_rank, rows, pad, n_rank, t16, step * ldt)
             _gradient_b(turned, ldt, mods, inter, ldi, pad // step, d_b[t])
-        rows_again(before, x, norm, shift, r, mean, r0, rows, pad, h16, step * ldh, len(gx) > 0)
+        rows_again(before, wbp, x, norm, shift, r, mean, r0, rows, pad, h16, step * ldh, len(gx) > 0)
         if len(gx) > 0:
             _gradient_x(before, g, ldg, s, lds, wbp, atp, pad, rows, n_out // step, n_rank // step, width, x, r0,
                         dh, h16, step * ldh, gx, gx1, sums, gated)  # fmt: skip
@@ -239,5 +242,5 @@ def backward(
             pair_rows(h16, step * ldh, pad, width, inter, ldi)
             _turn(s16, step * lds, rows, pad, n_rank, t16, step * ldt)
             _sum_over_rows(turned, ldt, 0, n_rank, inter, ldi, 0, width, pad // step, d_a[t], 0, wide)
-        if before in (NORM, LAYER) and len(gx) > 0:
+        if normed(before, x, g) and len(gx) > 0:
             norm_back(before, dh, wide, x, norm, r, mean, r0, rows, gx)
