@@ -65,8 +65,8 @@ def open_device(name: str) -> Device:
 def compute_dtype(name: str, device: Device, stored: Iterable[str]) -> Any:
     """What products are computed in; None is float32.  ``stored``: the dtypes in which the weights are kept.
 
-    "auto": bfloat16 on a GPU, and on a CPU if the weights have no more digits themselves: it halves the memory, and is
-    about as fast as float32 where the CPU has no instruction for it. Formulas alone, without tiles, are slower in it.
+    "auto": bfloat16 on a GPU, and on a CPU if the weights have no more digits themselves: it halves the memory of
+    the weights, whether the CPU has an instruction for it or not. Formulas alone, without tiles, are slower in it.
     """
     if name == "auto":
         half = device.type != "cpu" or (set(stored) == {"bfloat16"} and tiles_supported(dtypes.bfloat16))
