@@ -43,7 +43,8 @@ def project(
     layout = Layout(tuple(biased), tuple(scales))
     weight, shift, eps = (None, None, 0.0)
     if isinstance(norm, RMSNorm | LayerNorm):
-        weight, shift, eps = norm.weight, getattr(norm, "bias", None), norm.eps
+        # no getattr with a default: what a Module lacks is answered with a search for names like it, 50 us
+        weight, shift, eps = norm.weight, norm.bias if isinstance(norm, LayerNorm) else None, norm.eps
     return ops.project(x, residual, weight, shift, *tensors, layout=layout, eps=eps, activation=activation)
 
 

@@ -60,6 +60,32 @@ def test_nobody_is_waited_for_who_has_not_begun(counted):
     assert (x == 1).all() and (y == 1).all()
 
 
+def test_a_call_returns_when_the_slowest_part_is_done(pool):
+    from numba import njit
+
+    from peft_core.kernels import FAST_MATH
+    from peft_core.tile_team import share
+
+    options = {"nogil": True, "error_model": "numpy", "fastmath": FAST_MATH}
+
+    @njit(**options)
+    def part(t, T, y):
+        number = y[t]
+        for i in range(t * 2_000_000):
+            number = (number * 1103515245 + 12345 + i) % 2147483648
+        y[t] = number | 1
+
+    @njit(**options)
+    def kernel(team, parts, y):
+        share(team, parts, part, (y,))
+
+    kernels.set_num_threads(2)
+    for _ in range(40):
+        y = np.zeros(2, np.int64)
+        kernels.run_team(kernel, y)
+        assert y.all()
+
+
 def test_workers_leave_when_nothing_comes_and_are_called_again(counted, pool):
     kernels.set_num_threads(3)
     x, y = np.zeros(10, np.float32), np.zeros(3, np.int64)

@@ -7,6 +7,7 @@ import pytest
 
 from peft_core.errors import ConfigError, DataError, DivergedError
 from peft_core.kernels import tiles_supported
+from peft_core.nn import module
 from peft_core.ops import decode, projection_few
 from support.tiny_models import padded, ragged_rows, write_tiny
 from transformer import from_pretrained, generate
@@ -30,22 +31,32 @@ def test_greedy_is_the_likeliest_token_each_time(model):
             ids.append(token)
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, [[5, 6]], [[5], [7]]], ids=["ragged", "two tokens", "one each"])
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 20, "temperature": 1.5, "seed": 4}])
-def test_the_cache_changes_nothing(model, settings):
-    with_cache = generate(model, PROMPTS, max_new_tokens=12, **settings)
-    assert with_cache == generate(model, PROMPTS, max_new_tokens=12, use_cache=False, **settings)
+def test_the_cache_changes_nothing(model, settings, prompts):
+    with_cache = generate(model, prompts, max_new_tokens=12, **settings)
+    assert with_cache == generate(model, prompts, max_new_tokens=12, use_cache=False, **settings)
 
 
 @pytest.mark.skipif(not tiles_supported(np.float32), reason="this CPU has no AVX-512")
 def test_a_token_after_the_first_takes_one_kernel_a_product_and_one_a_layer_of_attention(tmp_path, monkeypatch):
     model, calls = from_pretrained(write_tiny(tmp_path), dtype="float32"), []
-    for module in (decode, projection_few):
-        monkeypatch.setattr(module, "run_team", lambda *args, run=module.run_team: (calls.append(args[0]), run(*args)))
+    for ops in (decode, projection_few):
+        monkeypatch.setattr(ops, "run_team", lambda *args, run=ops.run_team: (calls.append(args[0]), run(*args)))
     layers, n = model.config.num_hidden_layers, 5
     generate(model, [[1] * 40, [2] * 40], max_new_tokens=1, eos_token_id=())
     assert len(calls) == 1  # the head for the last token of each row
     generate(model, [[1] * 40, [2] * 40], max_new_tokens=n, eos_token_id=())
     assert len(calls) == 1 + n + (n - 1) * 5 * layers
+
+
+def test_no_step_asks_a_module_for_what_it_lacks(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        module, "missing_attribute", lambda kind, name, has: asked.append((kind, name)) or AttributeError()
+    )
+    generate(model, PROMPTS, max_new_tokens=2, eos_token_id=())
+    assert not asked  # the answer, with names like it, takes longer than a small product
 
 
 def test_rows_do_not_know_each_other(model):

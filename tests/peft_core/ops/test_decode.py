@@ -5,6 +5,7 @@ import pytest
 
 from peft_core import kernels
 from peft_core.dtypes import as_dtype
+from peft_core.ops import decode
 from peft_core.ops.decode import attend_next
 
 DTYPES = [pytest.param(name, marks=pytest.mark.skipif(not kernels.tiles_supported(as_dtype(name)), reason="no tiles"))
@@ -60,6 +61,34 @@ def test_the_values_of_float64(options, dtype, threads):
     old = np.delete(np.arange(len(keys)), params["slots"])
     np.testing.assert_array_equal(keys[old].astype("f8"), all_keys[old])
     assert np.abs(keys.astype("f8") - all_keys).max() < 10 * limit
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_scores_far_apart_do_not_overflow(dtype):
+    qkv, keys, values, params = example(as_dtype(dtype), rotated=False)
+    o, _, _ = truth(qkv, keys.copy(), values.copy(), scale=8.0, **params)
+    got = attend_next(qkv, keys, values, scale=8.0, **params)
+    assert np.abs(got - o).max() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_part_waits_for_another(dtype, monkeypatch):
+    qkv, keys, values, params = example(as_dtype(dtype))
+    o = attend_next(qkv, keys.copy(), values.copy(), **params)
+    parts, before = 5, kernels.get_num_threads()  # 24 heads: four parts begin in the middle of a group
+
+    def backwards(kernel, *args):
+        from peft_core.ops import decode_tiles
+
+        for t in reversed(range(parts)):
+            decode_tiles._heads(t, parts, *args)
+
+    monkeypatch.setattr(decode, "run_team", backwards)
+    try:
+        kernels.set_num_threads(parts)
+        np.testing.assert_array_equal(attend_next(qkv, keys, values, **params), o)
+    finally:
+        kernels.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

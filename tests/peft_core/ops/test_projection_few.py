@@ -21,7 +21,7 @@ GROUPS = [  # width, outputs, ranks, what stands before, residual, bias
     (34, [50, 4], [[8], []], "gated", True, False),
     (192, [192, 64, 64], [[16]] * 3, "norm", False, True),
     (96, [48], [[]], "gated", False, False),
-    (48, [98, 98], [[64], [33]], "plain", False, False),
+    (48, [98, 98], [[64], [28, 5]], "plain", False, False),
     (64, [50, 22], [[4], [16, 3]], "layer", False, True),
     (34, [50, 4], [[8], []], "gelu", True, True),
 ]
